@@ -1,0 +1,5 @@
+"""Readable PyTorch definitions of every operation. `__all__` is the list of operations; `fast` has the same names."""
+
+from reference.rms_norm import rms_norm
+
+__all__ = ["rms_norm"]

@@ -1,0 +1,78 @@
+"""What an operation's annotated signature says, and the shape checks that both trees share.
+
+A public function annotates each tensor with `Dims` and each option with `Choices` or `typing.Literal`. The annotations are
+the single description of the input space: `check` enforces it, the verification harness draws its cases from it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Shape and dtype of a tensor argument.
+
+    shape: words of the dimension key (paper_notes/README.md), e.g. "* N"; "*" is any number of leading dims.
+    dtype: "working" follows the case's dtype; "own" may be any floating dtype; an argument's name copies that argument's.
+    """
+
+    shape: str
+    dtype: str = "working"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values of an option that the harness draws (other values may be legal too).
+
+    needs: the argument without which only the default is allowed.
+    """
+
+    values: tuple[Any, ...]
+    needs: str | None = None
+
+
+def check(function: str, dims: dict[str, tuple[Tensor | None, str]]) -> dict[str, Any]:
+    """Match each given tensor against its `Dims.shape`; return the sizes of the dimensions ("*" maps to a shape tuple).
+
+    Raises TypeError for what is no floating-point tensor, ValueError for a shape or a device that does not fit.
+    """
+    sizes: dict[str, Any] = {}
+    device, owner = None, ""
+    for name, (tensor, words) in dims.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{function}: {name} must have a floating-point dtype, got {tensor.dtype}")
+        if device is None:
+            device, owner = tensor.device, name
+        elif tensor.device != device:
+            raise ValueError(f"{function}: {name} is on {tensor.device}, but {owner} is on {device}; all must be on one device")
+        _match(function, name, tuple(tensor.shape), words.split(), sizes)
+    return sizes
+
+
+def _match(function: str, name: str, shape: tuple[int, ...], words: list[str], sizes: dict[str, Any]) -> None:
+    fixed = [word for word in words if word != "*"]
+    wanted = f"[{', '.join(f'{w}={sizes[w]}' if w in sizes else w for w in words)}]"
+    if len(shape) < len(fixed) or (len(shape) > len(fixed) and "*" not in words):
+        raise ValueError(f"{function}: {name} must have shape {wanted}, got {list(shape)}")
+    lead = shape[: len(shape) - len(fixed)]
+    found = dict(zip(fixed, shape[len(lead) :], strict=True))
+    if "*" in words:
+        found["*"] = lead
+    for word, size in found.items():
+        if sizes.setdefault(word, size) != size:
+            raise ValueError(f"{function}: {name} must have shape {wanted}, got {list(shape)}")
+
+
+def promote(*tensors: Tensor | None, floor: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype to compute in: at least `floor`, at least that of every tensor given (so float64 stays float64)."""
+    for tensor in tensors:
+        if tensor is not None:
+            floor = torch.promote_types(floor, tensor.dtype)
+    return floor
