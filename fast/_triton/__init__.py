@@ -1,0 +1,1 @@
+"""What every kernel shares: launch checks, op registration, device facts, tuning tables."""
