@@ -1,0 +1,74 @@
+"""One row of work: an operation's function at a shape, buildable in any dtype on any device.
+
+Every experiments/<op>.py has
+    ROWS      the shapes that bench times, in the order of the tables
+    PEERS     {name: maker}: maker() imports what it needs and returns a function with the reference's signature
+    compiled(architecture)   the rows that reach every tile configuration of the operation's tables
+    FORWARD, BACKWARD        the fusion ladder (experiments/_ladder.py)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PHASES = ("fwd", "bwd", "fwd+bwd")
+
+
+class Unsupported(Exception):
+    """A peer has no such option; the message says which."""
+
+
+@dataclass
+class Call:
+    """Arguments of one call and the cotangents of its outputs. `wanted` are the tensors that get a gradient."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cotangents: tuple[Tensor, ...]
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        tensors = (*self.args, *self.kwargs.values())
+        return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+
+    def outputs(self, function: Callable) -> tuple[Tensor, ...]:
+        found = function(*self.args, **self.kwargs)
+        return found if isinstance(found, tuple) else (found,)
+
+    def gradients(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Through autograd, keeping the graph so that the same outputs can be asked again."""
+        return torch.autograd.grad(outputs, self.wanted, self.cotangents, retain_graph=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """shape: as the tables print it. make(dtype, device, generator) -> Call with fresh random contents."""
+
+    op: str
+    function: str
+    shape: str
+    make: Callable[[torch.dtype, torch.device, torch.Generator | None], Call] = field(repr=False)
+    phases: tuple[str, ...] = ("fwd", "bwd")
+
+    def cost(self, call: Call) -> Any:
+        return import_module(f"reference.{self.op}").COST[self.function](*call.args, **call.kwargs)
+
+
+def operations() -> list[str]:
+    """Names of the operations, in the order of `reference.__all__`."""
+    reference = import_module("reference")
+    functions = (getattr(reference, name) for name in reference.__all__)
+    return list(dict.fromkeys(function.__module__.rsplit(".")[-1] for function in functions))
+
+
+def experiment(op: str) -> ModuleType:
+    """The module experiments.<op>. Raises ValueError for what is no operation."""
+    if op not in operations():
+        raise ValueError(f"op must be one of {', '.join(operations())}; got {op!r}")
+    return import_module(f"experiments.{op}")
