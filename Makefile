@@ -13,7 +13,7 @@ KEY   := $(shell { $(PYTHON) --version; echo '$(TORCH)'; cat requirements/tested
 STAMP := $(VENV)/.complete-$(KEY)
 BIN   := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP   := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+PIP   := $(BIN)/python -m pip install -qq --constraint $(VENV)/constraints.txt
 
 .PHONY: help verify test lint bench
 
