@@ -3,6 +3,7 @@
 Every experiments/<op>.py has
     ROWS      the shapes that bench times, in the order of the tables
     PEERS     {name: maker}: maker() imports what it needs and returns a function with the reference's signature
+    NOTES     {implementation: what a reader of its figures must know}
     compiled(architecture)   the rows that reach every tile configuration of the operation's tables
     FORWARD, BACKWARD        the fusion ladder (experiments/_ladder.py)
 """
@@ -31,11 +32,11 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     cotangents: tuple[Tensor, ...]
+    wanted: list[Tensor] = field(init=False)
 
-    @property
-    def wanted(self) -> list[Tensor]:
+    def __post_init__(self) -> None:
         tensors = (*self.args, *self.kwargs.values())
-        return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+        self.wanted = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
 
     def outputs(self, function: Callable) -> tuple[Tensor, ...]:
         found = function(*self.args, **self.kwargs)
