@@ -240,7 +240,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_the_wheel_ships_three_typed_packages(tmp_path: Path) -> None:
-    """Every module of the three trees with its py.typed, and nothing of experiments. Built from a copy: no stale build/ counts."""
+    """Every module of the three trees with py.typed, nothing of experiments. Built from a copy: no stale build/ counts."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for column in COLUMNS:
@@ -256,3 +256,32 @@ def test_the_wheel_ships_three_typed_packages(tmp_path: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {name_of(path) for path in sources(*SHIPPED)} | {f"{package}/py.typed" for package in SHIPPED}
     assert shipped == wanted
+
+
+README_EXAMPLE = re.compile(r"```python\n# my_norm\.py\n(.*?)```", re.S)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "status"), [("", "", 0), ("dy.float() * weight", "(dy * weight).float()", 1)]
+)
+def test_the_readme_example_gets_the_verdict_it_promises(
+    tmp_path: Path, right: str, wrong: str, status: int
+) -> None:
+    (example,) = README_EXAMPLE.findall((ROOT / "README.md").read_text())
+    assert right in example
+    (tmp_path / "my_norm.py").write_text(example.replace(right, wrong) if right else example)
+    command = [
+        sys.executable,
+        "-m",
+        "equivalence_tests",
+        "rms_norm",
+        "--impl",
+        "my_norm:rms_norm",
+        "--dtype",
+        "bf16",
+    ]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    if status:
+        assert "dx" in done.stdout
