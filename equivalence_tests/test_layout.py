@@ -193,7 +193,7 @@ def test_the_header_of_a_fast_operation_teaches_and_ends(op: str) -> None:
 
 @pytest.mark.parametrize("path", sources(*SHIPPED), ids=name_of)
 def test_public_names_are_documented_and_typed(path: Path) -> None:
-    """In modules that users import. Tests say what they check by their name, kernels by their memory map."""
+    """Docstrings where users import from, types in the harness too. Tests speak by their names, kernels by memory maps."""
     module = ast.parse(path.read_text())
     assert ast.get_docstring(module), "no module docstring"
     private = any(part.startswith("_") and part != "__init__.py" for part in path.relative_to(ROOT).parts)
@@ -201,7 +201,7 @@ def test_public_names_are_documented_and_typed(path: Path) -> None:
         return
     faults = []
     for name, node in public_definitions(module):
-        if not ast.get_docstring(node):
+        if not ast.get_docstring(node) and "equivalence_tests" not in path.relative_to(ROOT).parts:
             faults.append(f"{name} has no docstring")
         if isinstance(node, ast.FunctionDef) and untyped(node):
             faults.append(f"{name} has no type for {', '.join(untyped(node))}")
