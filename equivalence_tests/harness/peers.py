@@ -1,0 +1,128 @@
+"""Implementations by name: this project's, the reference, well-known packages, or anybody's `package.module:function`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from equivalence_tests.harness.operations import Operation
+from equivalence_tests.harness.oracle import Unsupported
+
+
+class UsageError(ValueError):
+    """What the command line asks for cannot be done; the text says why, and what can."""
+
+
+def implementation(name: str, operation: Operation) -> Callable:
+    """The function that `name` stands for on the command line; raises UsageError where there is none."""
+    if name == "fast":
+        return getattr(importlib.import_module("fast"), operation.function)
+    if name == "reference":
+        return hand_derived(operation)
+    if name in PEERS:
+        package, functions = PEERS[name]
+        if operation.function not in functions:
+            raise UsageError(f"--impl {name} has no {operation.function}; it has: {', '.join(functions)}")
+        _import(name, package)
+        return functions[operation.function]
+    module, colon, attribute = name.partition(":")
+    if not colon and "." not in name:
+        raise UsageError(f"--impl must be one of {', '.join(NAMES)} or package.module:function, got {name!r}")
+    found = _import(name, module)
+    for part in (attribute or operation.function).split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"--impl {name}: {module} has no {attribute or operation.function}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"--impl {name}: {found!r} is not callable")
+    return found
+
+
+def _import(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"--impl {name}: {module} cannot be imported: {error}") from error
+
+
+def hand_derived(operation: Operation) -> Callable:
+    """The reference in the working dtype, with the gradients of its own <function>_backward: right by the contract, which
+    autograd of the reference is not always, because it rounds gradients wherever the forward pass rounds values."""
+    tensors = [a.name for a in operation.tensors]
+
+    class HandDerived(Function):
+        @staticmethod
+        def forward(ctx: Any, options: dict[str, Any], *given: Tensor | None) -> Any:
+            ctx.options = options
+            ctx.save_for_backward(*given)
+            args, kwargs = operation.split({**options, **dict(zip(tensors, given, strict=True))})
+            return operation.definition(*args, **kwargs)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+            values = {**ctx.options, **dict(zip(tensors, ctx.saved_tensors, strict=True))}
+            args, kwargs = operation.split(values)
+            grads = operation.backward(cotangents, *args, **kwargs)
+            asked = zip(tensors, ctx.needs_input_grad[1:], strict=True)
+            return None, *(grads.get(name) if needed else None for name, needed in asked)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        values = operation.bind(args, kwargs)
+        given = [values.pop(name) for name in tensors]
+        return HandDerived.apply(values, *given)
+
+    return function
+
+
+def _only(**options: tuple[Any, Any]) -> None:
+    """Raise Unsupported for the first option that is not what the peer does: name=(given, what it does)."""
+    for name, (given, does) in options.items():
+        if given is not does and given != does:
+            raise Unsupported(f"{name}={does!r} only")
+
+
+def _torch_rms_norm(
+    x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"
+):
+    _only(
+        bias=(bias is None, True),
+        residual=(residual is None, True),
+        weight_offset=(weight_offset, 0.0),
+        casting=(casting, "gemma"),
+    )
+    if weight is not None and weight.dtype != x.dtype:
+        raise Unsupported("one dtype only")
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _liger_rms_norm(
+    x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"
+):
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    _only(bias=(bias is None, True), residual=(residual is None, True), weight=(weight is None, False))
+    return LigerRMSNormFunction.apply(x, weight, eps, weight_offset, casting, False)
+
+
+def _transformers_rms_norm(
+    x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"
+):
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    _only(bias=(bias is None, True), residual=(residual is None, True), weight=(weight is None, False))
+    _only(weight_offset=(weight_offset, 0.0 if casting == "llama" else 1.0))
+    module = LlamaRMSNorm(1, eps) if casting == "llama" else GemmaRMSNorm(1, eps)
+    return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+
+# name → the package it needs, and its functions, each with the reference's signature.
+PEERS: dict[str, tuple[str, dict[str, Callable]]] = {
+    "torch": ("torch", {"rms_norm": _torch_rms_norm}),
+    "liger": ("liger_kernel.ops.rms_norm", {"rms_norm": _liger_rms_norm}),
+    "transformers": ("transformers", {"rms_norm": _transformers_rms_norm}),
+}
+NAMES = ("fast", "reference", *PEERS)

@@ -1,0 +1,119 @@
+"""Draws cases from an operation's annotated signature: for hypothesis (`cases`), or from a seed (`sample`)."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from equivalence_tests.harness import tiles
+from equivalence_tests.harness.cases import DTYPES, Case, Spec
+from equivalence_tests.harness.contents import CONTENTS
+from equivalence_tests.harness.layouts import DRAWN
+from equivalence_tests.harness.operations import Argument, Operation
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much is tried. examples: drawn cases per function and dtype. size: largest size of a dim; elements: of a tensor."""
+
+    name: str
+    examples: int
+    size: int
+    elements: int
+    gpu_examples: bool = False
+    real: bool = True
+
+
+PROFILES = {
+    p.name: p
+    for p in (
+        Profile("quick", examples=32, size=257, elements=2**13),
+        Profile("ci", examples=20, size=257, elements=2**13, real=False),
+        Profile("gpu", examples=200, size=16384, elements=2**22, gpu_examples=True),
+        Profile("deep", examples=400, size=2049, elements=2**15),
+    )
+}
+# The simplest first, because hypothesis shrinks towards it: odd sizes, and powers of two with their neighbours.
+_SIZES = (3, 1, 2, 5, 8, 7, 16, 15, 17, 33, 32, 31, 64, 100, 63, 65, 128, 127, 129, 256, 257, 255, 1000)
+_SIZES += tuple(2**k + d for k in range(9, 18) for d in (0, 1, -1))
+_CONTIGUOUS = ("contiguous",) * 4 + DRAWN
+_NORMAL = ("normal",) * 7 + tuple(CONTENTS)
+
+
+def cases(function: Operation, dtype: str, profile: Profile, configs: bool = True) -> st.SearchStrategy[Case]:
+    """Hypothesis strategy of the function's cases in a working dtype; with `configs` a tile configuration is drawn too."""
+    return st.randoms(use_true_random=False).map(
+        lambda random: draw(random, function, dtype, profile, configs)
+    )
+
+
+def sample(function: Operation, dtype: str, profile: Profile, seed: int, configs: bool = True) -> list[Case]:
+    """profile.examples cases, independent of each other (hypothesis' own generation repeats and varies a few of them)."""
+    return [
+        draw(Random(f"{seed} {function} {dtype} {i}"), function, dtype, profile, configs)
+        for i in range(profile.examples)
+    ]
+
+
+def draw(random: Random, function: Operation, dtype: str, profile: Profile, configs: bool = True) -> Case:
+    """One case; `random` decides."""
+    sizes = _sizes(random, function, profile)
+    tensors = {a.name: _tensor(random, a, dtype) for a in function.tensors}
+    given = [name for name, spec in tensors.items() if spec]
+    cotangents: tuple[Spec | None, ...] = (_spec(random),)
+    if random.random() < 0.5:
+        cotangents += (_spec(random) if random.random() < 0.7 else None,)
+        cotangents = cotangents if random.random() < 0.7 else cotangents[::-1]
+    numbers = tiles.count(function.op) if configs else 0
+    return Case(
+        function=function.function,
+        dtype=dtype,
+        sizes=tuple(sizes.items()),
+        tensors=tuple(tensors.items()),
+        options=tuple((a.name, _option(random, a, given)) for a in function.options),
+        requires_grad=tuple(
+            given if random.random() < 0.5 else (name for name in given if random.random() < 0.5)
+        ),
+        cotangents=cotangents,
+        seed=random.randrange(2**16),
+        config=random.randrange(numbers) if numbers and random.random() < 0.7 else None,
+    )
+
+
+def _sizes(random: Random, function: Operation, profile: Profile) -> dict[str, Any]:
+    words = dict.fromkeys(word for a in function.tensors for word in a.dims.shape.split())
+    allowed = [size for size in _SIZES if size <= profile.size]
+    sizes: dict[str, Any] = {word: random.choice(allowed) for word in words if word != "*"}
+    if "*" in words:
+        sizes["*"] = _lead(random, max(2, profile.elements // max([1, *sizes.values()])), profile.size)
+    return {word: sizes[word] for word in words}
+
+
+def _lead(random: Random, rows: int, size: int) -> tuple[int, ...]:
+    """() to four leading dims, with `rows` rows at most; one case in eight has no rows at all."""
+    lead: list[int] = []
+    for _ in range(random.choice((1, 2, 0, 3, 4, 1, 2, 3))):
+        lead.append(random.choice([s for s in _SIZES if s <= min(rows, size)]))
+        rows = max(1, rows // lead[-1])
+    random.shuffle(lead)
+    if lead and random.random() < 0.125:
+        lead[random.randrange(len(lead))] = 0
+    return tuple(lead)
+
+
+def _spec(random: Random, dtypes: tuple[str | None, ...] = (None,)) -> Spec:
+    """Plain layouts and numbers often enough that many cases have full power."""
+    return Spec(random.choice(_CONTIGUOUS), random.choice(_NORMAL), random.choice(dtypes))
+
+
+def _tensor(random: Random, argument: Argument, dtype: str) -> Spec | None:
+    # Half of the tensors that may have a dtype of their own have the working one.
+    own = (None, None, *(d for d in DTYPES if d != dtype)) if argument.dims.dtype == "own" else (None,)
+    return None if argument.optional and random.random() < 0.35 else _spec(random, own)
+
+
+def _option(random: Random, argument: Argument, given: list[str]) -> Any:
+    if argument.needs is not None and argument.needs not in given:
+        return argument.default
+    return random.choice(argument.choices)
