@@ -1,5 +1,7 @@
 """RMSNorm measured: the rows that bench times, the peers beside it, and the fusion ladder from eager to fast.rms_norm."""
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments._ladder import Ladder, Step, main
 from experiments._work import Call, Row, Unsupported
 
 
@@ -69,6 +72,12 @@ def compiled(architecture: int) -> Iterator[Row]:
     for N in sorted(limits | {2 * max(limits)}):
         yield row(f"512×{N}")
         yield row(f"512×{N - 1}", residual=True, casting="gemma", weight_offset=1.0)
+
+
+def random_shape(generator: random.Random) -> str:
+    """Any row width that is promised, few enough elements for a CPU to allocate."""
+    N = int(2 ** generator.uniform(0, 17))
+    return f"{generator.randint(1, max(1, 2**20 // N))}×{N}"
 
 
 def _torch() -> Callable:
@@ -151,3 +160,117 @@ NOTES = {
     "liger": "with its modules' defaults: without a residual dx is written into the incoming gradient (in_place=True)",
     "quack": "rounds once, as casting='gemma' does, whatever the row asks; strided heads are copied by its wrapper",
 }
+
+
+def _eager_once(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * rstd).to(x.dtype) * weight
+
+
+def _eager_backward_once(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    wide, r = dy.float(), rstd[:, None]
+    xhat, g = x * r, wide * weight
+    c = torch.linalg.vecdot(g, xhat).div_(x.shape[-1])[:, None]
+    dx = g.addcmul_(xhat, c, value=-1).mul_(r).to(x.dtype)
+    return dx, (wide * xhat).sum(0).to(weight.dtype)
+
+
+def ladders() -> tuple[Ladder, Ladder]:
+    """Forward and backward, each from separate eager operations to fast.rms_norm."""
+    import fast
+    from experiments import _rms_norm_kernels as kernels
+
+    eps, launcher = 1e-6, import_module("fast.rms_norm").rms_norm_bwd
+    definition = import_module("reference.rms_norm")
+
+    def forward(
+        sizes: list[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        x, w = (torch.randn(size, device=device, generator=generator) for size in (sizes, sizes[-1:]))
+        return {"x": x.to(dtype), "weight": w.to(dtype)}
+
+    def backward(*given: Any) -> dict[str, Tensor]:
+        inputs = forward(*given)
+        x, dy = (
+            inputs["x"].float(),
+            torch.randn(inputs["x"].shape, device=inputs["x"].device, generator=given[-1]),
+        )
+        return {"dy": dy.to(inputs["x"].dtype), **inputs, "rstd": torch.rsqrt(x.square().mean(-1) + eps)}
+
+    def fast_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        dx, _, dw, _ = launcher(dy, None, x, weight, rstd, 0.0, x.dtype, None, weight.dtype, None)
+        return dx, dw
+
+    def eager_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = definition.rms_norm_backward((dy,), x, weight, eps=eps)
+        return gradients["x"], gradients["weight"]
+
+    def cost(inputs: dict[str, Tensor]) -> Any:
+        return definition.COST["rms_norm"](inputs["x"], inputs["weight"])
+
+    up = (
+        Step(
+            "eager",
+            "One launch per operation, each with its result in memory, the first of them in fp32.",
+            lambda x, weight: (definition.rms_norm(x, weight, eps=eps),),
+        ),
+        Step(
+            "eager, cast once",
+            "The fp32 copy of x is made once; the sum of squares is one reduction without its squares in memory.",
+            lambda x, weight: (_eager_once(x, weight, eps),),
+        ),
+        Step(
+            "two kernels",
+            "All between the reads of x and the write of y stays in registers; x is read for r, and again for y.",
+            lambda x, weight: (kernels.two_kernels(x, weight, eps),),
+        ),
+        Step(
+            "one kernel",
+            "A program holds its row in registers while it sums, so x is read once: the floor.",
+            lambda x, weight: (kernels.one_kernel(x, weight, eps),),
+        ),
+        Step(
+            "fast.rms_norm",
+            "As many rows in a program as fill it, and a column loop for rows that no program can hold.",
+            lambda x, weight: (fast.rms_norm(x, weight, eps=eps),),
+            rises="The bytes are at their floor already; this buys time on narrow and on very wide rows.",
+        ),
+    )
+    down = (
+        Step(
+            "eager",
+            "The formulas one operation at a time; r and x̂ are computed again.",
+            eager_backward,
+        ),
+        Step(
+            "eager, r saved",
+            "r comes from the forward pass (4 bytes a row), and products that are used once are not kept.",
+            _eager_backward_once,
+        ),
+        Step(
+            "dx, then dw",
+            "A row's dx needs one number from the whole row and no intermediate in memory; dw reads dy and x again.",
+            kernels.dx_then_dw,
+        ),
+        Step(
+            "dx with partial dw",
+            "dw's addends are summed while dy and x are in registers; every few rows leave an fp32 partial in memory.",
+            kernels.partial_dw,
+        ),
+        Step(
+            "fast.rms_norm",
+            "Persistent programs keep their partial until their last row, so there are few partials, whatever M is.",
+            fast_backward,
+        ),
+    )
+    return (
+        Ladder("rms_norm", "fwd", ("y",), forward, lambda inputs: cost(inputs).forward.bytes, up),
+        Ladder(
+            "rms_norm", "bwd", ("dx", "dweight"), backward, lambda inputs: cost(inputs).backward.bytes, down
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("rms_norm"))
