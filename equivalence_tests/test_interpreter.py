@@ -8,7 +8,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from equivalence_tests.harness import interpreter
-from equivalence_tests.harness.interpreter import bf16_bits, from_bf16_bits, interpreting, round_to_bf16
+from equivalence_tests.harness.bf16 import bf16_bits, from_bf16_bits, round_to_bf16
+from equivalence_tests.harness.interpreter import interpreting
 
 pytestmark = pytest.mark.skipif(
     not interpreting(), reason="kernels are compiled for a GPU here; there is no interpreter to correct"
