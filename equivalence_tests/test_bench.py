@@ -1,0 +1,254 @@
+"""bench refuses what it must, says why a figure is missing, and report's tables hold the records and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equivalence_tests.harness.interpreter import interpreting
+from experiments import _environment, _figures, _timing, bench, report
+from experiments._environment import read_records, slug, unverified
+from experiments._timing import Contestant, Timing
+from experiments.rms_norm import ROWS, row
+
+KEYS = {
+    "op",
+    "function",
+    "shape",
+    "dtype",
+    "impl",
+    "phase",
+    "kernel_ms",
+    "host_us",
+    "gbps",
+    "tflops",
+    "peak_mib",
+}
+PEERS_ROWS = ["262144×128", "65536×1024", "16384×4096", "16384×8192", "4096×32768", "4096×65536"]
+
+
+def test_rows_cover_the_published_comparison():
+    shapes = [r.shape for r in ROWS]
+    assert shapes[: len(PEERS_ROWS)] == PEERS_ROWS
+    assert all({"fwd", "bwd"} <= set(r.phases) for r in ROWS)
+    packed = (
+        next(r for r in ROWS if "qkv" in r.shape).make(torch.bfloat16, torch.device("meta"), None).args[0]
+    )
+    assert packed.shape == (4, 4096, 32, 128)
+    assert packed.stride() == (4096 * 3 * 4096, 3 * 4096, 128, 1)
+
+
+@pytest.mark.parametrize("arguments", [["no_such_op"], ["--shape", "3×5"], ["--impl", "nobody"]])
+def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture):
+    assert bench.main(arguments) == 2
+    assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_exits_with_2_and_says_so(capsys: pytest.CaptureFixture):
+    assert bench.main([]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.fixture
+def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
+    """A Bench whose stopwatch is a stand-in: every call takes 1 ms, a copy 2 ms."""
+
+    def captured(thunks: list, _: Any) -> Contestant:
+        for thunk in thunks:
+            thunk()
+        return Contestant(lambda: None, 1)
+
+    monkeypatch.setattr(_timing, "captured", captured)
+    monkeypatch.setattr(_timing, "host_us", lambda *_: 7.0)
+    monkeypatch.setattr(_timing, "peak_mib", lambda *_: 3.0)
+    monkeypatch.setattr(
+        _timing,
+        "race",
+        lambda entrants, *_, **__: {e: Timing(2.0 if e == "copy" else 1.0, 0.0) for e in entrants},
+    )
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
+    made = object.__new__(bench.Bench)
+    made.device, made.stream, made.gemm_tflops = torch.device("cpu"), None, 800.0
+    made.generator, made.copy = torch.Generator().manual_seed(0), Contestant(lambda: None, 1)
+    return made
+
+
+@pytest.mark.skipif(not interpreting(), reason="the stand-in stopwatch runs kernels on the CPU")
+def test_records_hold_every_figure_or_a_reason(cpu_bench: bench.Bench, monkeypatch: pytest.MonkeyPatch):
+    def missing() -> None:
+        raise ImportError("no module named quack")
+
+    monkeypatch.setitem(bench.experiment("rms_norm").PEERS, "quack", missing)
+    small = row("8×64 + residual", residual=True, phases=("fwd", "bwd", "fwd+bwd"))
+    impls = ["reference", "torch", "fast", "quack"]
+    records = list(cpu_bench.measure(small, "bf16", impls, ["fwd", "bwd", "fwd+bwd"]))
+    assert [(r["phase"], r["impl"]) for r in records] == [
+        (p, i) for p in ("fwd", "bwd", "fwd+bwd") for i in impls
+    ]
+    for record in records:
+        assert set(record) >= KEYS | {"percent_of_limit", "limit", "floor"}
+        if record["impl"] == "quack":
+            assert record["kernel_ms"] is None
+            assert "no module named quack" in record["reason"]
+        else:
+            assert (record["kernel_ms"], record["host_us"], record["peak_mib"]) == (1.0, 7.0, 3.0)
+            assert "reason" not in record
+    moved = {r["phase"]: r["floor"]["bytes"] for r in records}
+    assert moved["fwd"] == 4 * 8 * 64 * 2 + 64 * 2 + 8 * 4
+    assert moved["fwd+bwd"] == moved["fwd"] + moved["bwd"]
+    assert records[0]["gbps"] == pytest.approx(moved["fwd"] / 1e-3 / 1e9)
+    copy_gbps = 2 * 2**31 / 2e-3 / 1e9
+    assert records[0]["percent_of_limit"] == pytest.approx(100 * records[0]["gbps"] / copy_gbps)
+
+
+@pytest.mark.skipif(not interpreting(), reason="the stand-in stopwatch runs kernels on the CPU")
+def test_an_implementation_of_something_else_is_not_timed(
+    cpu_bench: bench.Bench, monkeypatch: pytest.MonkeyPatch
+):
+    peers = bench.experiment("rms_norm").PEERS
+    honest = peers["torch"]()
+    monkeypatch.setitem(peers, "torch", lambda: lambda *args, **kwargs: 1.05 * honest(*args, **kwargs))
+    (record,) = cpu_bench.measure(row("8×64"), "bf16", ["torch"], ["fwd"])
+    assert "differs from the reference" in record["reason"]
+    assert record["kernel_ms"] is None
+
+
+def verification(**changes: Any) -> dict[str, Any]:
+    from equivalence_tests.harness.report import digest
+
+    record = {
+        "operation": "rms_norm",
+        "function": "rms_norm",
+        "dtype": "bf16",
+        "impl": "fast",
+        "verdict": "pass",
+    }
+    return record | {"digest": digest("rms_norm"), "environment": {"device": "NVIDIA H200"}} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"verdict": "fail"}, "verdict"),
+        ({"digest": "0" * 64}, "other sources"),
+        ({"environment": {"device": "NVIDIA A100"}}, "no record"),
+        ({"dtype": "fp32"}, "no record"),
+        ({"impl": "liger"}, "no record"),
+    ],
+)
+def test_only_a_verdict_on_these_sources_and_this_gpu_counts(
+    changes: dict[str, Any], why: str | None, tmp_path: Path
+):
+    path = tmp_path / "verify.jsonl"
+    path.write_text(json.dumps(verification(**changes)) + "\n")
+    found = unverified("rms_norm", "rms_norm", "bf16", "NVIDIA H200", path)
+    assert found is None if why is None else why in found
+
+
+def test_a_missing_verification_record_refuses(tmp_path: Path):
+    assert "no verification record" in unverified(
+        "rms_norm", "rms_norm", "bf16", "NVIDIA H200", tmp_path / "none.jsonl"
+    )
+
+
+def test_records_that_are_none_name_their_line(tmp_path: Path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"op": 1}\nnot json\n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl:2"):
+        read_records(path)
+
+
+def figure(shape: str, impl: str, phase: str, gbps: float | None, **more: Any) -> dict[str, Any]:
+    record = {
+        "op": "rms_norm",
+        "function": "rms_norm",
+        "shape": shape,
+        "dtype": "bf16",
+        "impl": impl,
+        "phase": phase,
+    }
+    record |= {
+        "kernel_ms": 0.1,
+        "host_us": 30.0,
+        "gbps": gbps,
+        "tflops": 1.0,
+        "peak_mib": 2.0,
+        "percent_of_limit": 90.0,
+    }
+    record |= {
+        "limit": {"kind": "copy", "copy_gbps": 4000.0, "gemm_tflops": 700.0},
+        "floor": {"bytes": 100, "flops": 150},
+    }
+    return (
+        record
+        | {"environment": {"device": "NVIDIA H200", "packages": {"torch": "2.11.0"}, "date": "2026-12-01"}}
+        | more
+    )
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    records = [
+        figure("8×64", impl, phase, gbps)
+        for impl, gbps in (("torch", 1234.0), ("fast", 3456.0))
+        for phase in ("fwd", "bwd")
+    ]
+    records.append(figure("8×64", "quack", "fwd", None, kernel_ms=None, reason="ImportError: no quack"))
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "rms_norm.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return tmp_path
+
+
+def test_tables_come_from_the_records(results: Path):
+    empty = "before\n<!-- table: rms_norm h200 -->\n<!-- /table -->\nafter <!-- table: rms_norm host h200 -->\n<!-- /table -->\n"
+    text = report.filled(empty, results)
+    assert "| 8×64 | bf16 | fwd | 1234 | – | 3456 | 90.0 |" in text
+    assert "quack, 8×64 fwd: ImportError: no quack" in text
+    assert "4000 GB/s" in text
+    assert "NVIDIA H200" in text
+    assert report.filled(text, results) == text
+    assert text.startswith("before\n")
+    (results / "h200" / "rms_norm.jsonl").write_text(json.dumps(figure("8×64", "fast", "fwd", 1.0)) + "\n")
+    assert report.filled(text, results) != text
+
+
+def test_no_results_yet_is_said(tmp_path: Path):
+    assert "No results for a100 yet" in report.filled(
+        "<!-- table: rms_norm a100 -->\n<!-- /table -->", tmp_path
+    )
+
+
+def test_an_unknown_kind_of_table_is_an_error(results: Path):
+    with pytest.raises(ValueError, match="must be one of"):
+        report.filled("<!-- table: rms_norm colour h200 -->\n<!-- /table -->", results)
+
+
+def test_two_records_of_one_figure_are_an_error(results: Path):
+    (results / "h200" / "again.jsonl").write_text(json.dumps(figure("8×64", "fast", "fwd", 1.0)) + "\n")
+    with pytest.raises(ValueError, match="two records"):
+        report.load("h200", results)
+
+
+def test_figures_are_the_same_bytes_and_stale_when_the_data_changes(results: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    records = report.load("h200", results)
+    first, second = tmp_path / "first", tmp_path / "second"
+    drawn = _figures.update(records, "h200", first, write=True)
+    assert len(drawn) == 2
+    _figures.update(records, "h200", second, write=True)
+    assert all((second / path.name).read_bytes() == path.read_bytes() for path in drawn)
+    assert _figures.update(records, "h200", first, write=False) == []
+    assert len(_figures.update([r | {"gbps": 1.0} for r in records], "h200", first, write=False)) == 2
+
+
+def test_the_tables_and_figures_in_the_repository_are_current(capsys: pytest.CaptureFixture):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_directories_are_named_by_gpu():
+    assert slug("NVIDIA H200") == "h200"
+    assert _environment.RESULTS.name == "results"
