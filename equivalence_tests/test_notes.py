@@ -1,0 +1,78 @@
+"""The exercises of paper_notes/rms_norm.md have the solutions that the note gives."""
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from equivalence_tests.harness.operations import Operation
+from equivalence_tests.harness.oracle import Judgement, Sample, judge
+
+NOTE = (Path(__file__).resolve().parent.parent / "paper_notes" / "rms_norm.md").read_text()
+RIGHT, CONSTANT_R, CHUNKED_DW = (
+    textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", NOTE, re.DOTALL)
+)
+RETURN = '        return grads["x"]'
+
+
+def implementation(old: str = "", new: str = "") -> Callable:
+    """The note's `mine.py` with one change."""
+    assert not old or RIGHT.count(old) == 1
+    names: dict[str, Callable] = {}
+    exec(RIGHT.replace(old, new) if old else RIGHT, names)
+    return names["rms_norm"]
+
+
+def inserted(block: str) -> Callable:
+    return implementation(RETURN, textwrap.indent(block, " " * 8) + RETURN)
+
+
+def verdict(
+    impl: Callable, M: int, N: int, dtype: torch.dtype, weight_dtype: torch.dtype | None = None
+) -> Judgement:
+    generator = torch.Generator().manual_seed(0)
+    x, dy, w = (torch.randn(size, generator=generator) for size in ((M, N), (M, N), (N,)))
+    tensors = (
+        x.to(dtype),
+        w.to(weight_dtype or dtype),
+        dy.to(torch.promote_types(dtype, weight_dtype or dtype)),
+    )
+    return judge(Sample.of_tensors(Operation("rms_norm", "rms_norm"), tensors[:2], {}, tensors[2:]), impl)
+
+
+def refused(judgement: Judgement) -> set[str]:
+    return {name for name, found in judgement.verdicts.items() if not found.ok}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_starting_point_is_right(dtype: torch.dtype):
+    assert verdict(implementation(), 64, 1024, dtype).findings == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("M", "N"), [(8, 64), (4, 16384), (2, 131072)])
+def test_a_constant_r_is_refused_in_dx_alone(M: int, N: int, dtype: torch.dtype):
+    assert refused(verdict(inserted(CONSTANT_R), M, N, dtype)) == {"dx"}
+
+
+def test_a_wide_row_hides_a_constant_r_from_norms():
+    dx = verdict(inserted(CONSTANT_R), 2, 131072, torch.bfloat16).verdicts["dx"]
+    assert dx.norms.ok
+    assert dx.wrong is not None
+
+
+def test_one_rounding_less_is_accepted_and_its_dtype_is_not():
+    once = implementation("**options)\n\n    @static", '**(options | {"casting": "gemma"}))\n\n    @static')
+    assert verdict(once, 64, 1024, torch.bfloat16).findings == []
+    assert not verdict(once, 64, 1024, torch.bfloat16, weight_dtype=torch.float32).ok
+
+
+def test_a_sum_in_bf16_is_refused_and_one_in_fp32_is_not():
+    chunked = inserted(CHUNKED_DW)
+    assert refused(verdict(chunked, 64, 1024, torch.bfloat16)) == {"dweight"}
+    assert verdict(chunked, 64, 1024, torch.bfloat16).verdicts["dweight"].norms.ok
+    assert not verdict(chunked, 2048, 1024, torch.bfloat16).verdicts["dweight"].norms.ok
+    assert verdict(chunked, 2048, 1024, torch.float32).findings == []
