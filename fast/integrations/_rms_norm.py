@@ -120,7 +120,10 @@ def _probes(
     """Copies of the module with random parameters, and rows for them: some with mean square near eps, which shows eps."""
     generator = torch.Generator().manual_seed(0)
     parameters = dict(module.named_parameters(recurse=False))
-    N = next((p.shape[0] for p in parameters.values()), 128)
+    # Without parameters a module takes any N, unless it names its own as torch's norms do.
+    N = next(
+        (p.shape[0] for p in parameters.values()), (getattr(module, "normalized_shape", None) or (128,))[-1]
+    )
     rows = max(6, -(-PROBE_ELEMENTS // N))
     scale = torch.tensor([1.0, 30.0, max(_eps(module, eps_name), 1e-6) ** 0.5])[
         torch.arange(2 * rows) % 3
