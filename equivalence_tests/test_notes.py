@@ -11,15 +11,17 @@ import torch
 from equivalence_tests.harness.operations import Operation
 from equivalence_tests.harness.oracle import Judgement, Sample, judge
 
-NOTE = (Path(__file__).resolve().parent.parent / "paper_notes" / "rms_norm.md").read_text()
-RIGHT, CONSTANT_R, CHUNKED_DW = (
-    textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", NOTE, re.DOTALL)
+NOTES = Path(__file__).resolve().parent.parent / "paper_notes"
+RIGHT = (NOTES / "exercises" / "rms_norm.py").read_text()
+CONSTANT_R, CHUNKED_DW = (
+    textwrap.dedent(block)
+    for block in re.findall(r"```python\n(.*?)```", (NOTES / "rms_norm.md").read_text(), re.DOTALL)
 )
 RETURN = '        return grads["x"]'
 
 
 def implementation(old: str = "", new: str = "") -> Callable:
-    """The note's `mine.py` with one change."""
+    """The exercises' starting point with one change."""
     assert not old or RIGHT.count(old) == 1
     names: dict[str, Callable] = {}
     exec(RIGHT.replace(old, new) if old else RIGHT, names)
