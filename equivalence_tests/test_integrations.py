@@ -25,6 +25,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
     "eos_token_id": 1,
+    "attn_implementation": "eager",  # bitwise reproducible on a GPU too
     "max_position_embeddings": 32,
 }
 # name: (RMSNorms per layer, casting, weight_offset, options beside SIZES); one more norm follows the last layer.

@@ -76,21 +76,19 @@ def test_recorded_step_of_the_small_model() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_sites_come_from_the_operations_test_file_and_one_step_serves_all_dtypes(
+def test_recorded_takes_sites_from_the_operations_test_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "equivalence_tests.test_planted", SimpleNamespace(real_sites=norms))
     monkeypatch.setattr(real, "load", real.small)
     float16, float32 = (
-        real.recorded("planted", DEVICE, d, tokens=40) for d in (torch.float16, torch.float32)
+        real.recorded("planted", DEVICE, dtype, 40) for dtype in (torch.float16, torch.float32)
     )
     check(float16, "small Llama trained 50 steps", 40, 128, torch.float16)
     check(float32, "small Llama trained 50 steps", 40, 128, torch.float32)
     assert all(torch.equal(a.args[0], b.args[0].half()) for a, b in zip(float16, float32, strict=True))
-    assert not any(
-        a.args[0] is b.args[0]
-        for a, b in zip(float32, real.recorded("planted", DEVICE, torch.float32, 40), strict=True)
-    )
+    again = real.recorded("planted", DEVICE, torch.float32, 40)
+    assert not any(a.args[0] is b.args[0] for a, b in zip(float32, again, strict=True))
 
 
 def test_recorded_cotangents_are_the_gradients_of_the_loss() -> None:
