@@ -148,17 +148,25 @@ def _chosen(ops: Iterable[str] | str | None) -> list[str]:
 def _plan(model: nn.Module, ops: list[str]) -> tuple[Report, list[Forward]]:
     entries, replacements = [], []
     for path, module in model.named_modules():
-        for op in ops if standing(module) is None else {standing(module).operation}.intersection(ops):
-            found = standing(module) or DETECTORS[op].detect(module)
-            reason = found if isinstance(found, str) else ""
-            if found is standing(module) is not None:
-                reason = "was patched before"
-            elif isinstance(found, Forward) and rebound(module):
-                found = reason = f"its forward is already re-bound on this instance, to {rebound(module)}"
-            elif isinstance(found, Forward):
-                replacements.append(found)
-            if found is not None:
-                entries.append(Entry(path, type(module).__name__, op, isinstance(found, Forward), reason))
-    return Report(
-        type(model).__name__, {op: DETECTORS[op].looks_for for op in ops}, tuple(entries)
-    ), replacements
+        for op in ops:
+            found, present = _look(module, op), standing(module)
+            if found is None:
+                continue
+            reason = found if isinstance(found, str) else "was patched before" if present else ""
+            entries.append(Entry(path, type(module).__name__, op, isinstance(found, Forward), reason))
+            if isinstance(found, Forward):
+                if present is None:
+                    replacements.append(found)
+                break  # one forward, one operation
+    looked_for = {op: DETECTORS[op].looks_for for op in ops}
+    return Report(type(model).__name__, looked_for, tuple(entries)), replacements
+
+
+def _look(module: nn.Module, op: str) -> Forward | str | None:
+    present = standing(module)
+    if present is not None:
+        return present if present.operation == op else None
+    found = DETECTORS[op].detect(module)
+    if isinstance(found, Forward) and rebound(module):
+        return f"its forward is already re-bound on this instance, to {rebound(module)}"
+    return found
