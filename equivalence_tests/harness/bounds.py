@@ -93,8 +93,8 @@ class Wrong:
     bound: float
 
     def __str__(self) -> str:
-        at = f"[{', '.join(map(str, self.index))}]"
-        return f"element {at}: truth {self.truth:.9g}, got {self.got:.9g}, error {abs(self.got - self.truth):.3g}, allowed {self.bound:.3g}"
+        error = abs(self.got - self.truth)
+        return f"element {list(self.index)}: truth {self.truth:.9g}, got {self.got:.9g}, error {error:.3g}, allowed {self.bound:.3g}"
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,11 @@ class Norms:
         """‖got − truth‖ ÷ ‖baseline − truth‖."""
         return _ratio(self.error, self.baseline) ** 0.5
 
+    @property
+    def sees(self) -> bool:
+        """Whether an error of 1 % would be too much; else these elements say nothing about smaller ones."""
+        return self.scaled > self.limit
+
     def rejects(self, planted: str) -> bool:
         """Whether `zeros` or `scaled` (the result × 1.01) would have failed here."""
         return self.n >= LARGE and getattr(self, planted) > self.limit
@@ -158,7 +163,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.wrong:
             return f"{self.output} {self.wrong}"
-        return f"{self.output}: norm of the error {self.norms.over_bound:.3g} times what is allowed (no single element is outside its bound)"
+        times = f"{self.norms.over_bound:.3g} times what is allowed"
+        return f"{self.output}: the norm of the error is {times}, though no element is outside its own bound"
 
 
 def compare(output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: list[Term]) -> Verdict:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.harness import contents, layouts
+from equivalence_tests.harness import contents, layouts, tiles
 from equivalence_tests.harness.operations import Argument, Operation, operation
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Case:
         lines.append(f"  cotangents: {'; '.join(used)}")
         lines.append(f"  gradients of: {', '.join(self.requires_grad) or 'nothing'}")
         if self.config is not None:
-            lines.append(f"  tile configuration {self.config}")
+            lines.append(f"  tiles: {tiles.describe(self.operation.op, self.config)}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What operations there are, and what their annotated signatures say about the inputs."""
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def operation(function: str) -> Operation:
 
 
 def tests(op: str) -> ModuleType | None:
-    """equivalence_tests/test_<op>.py, which holds the operation's EXAMPLES, MUTANTS and real_sites; None where there is no such file."""
+    """equivalence_tests/test_<op>.py, which holds the operation's EXAMPLES, MUTANTS and real_sites; None without that file."""
     name = f"equivalence_tests.test_{op}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 

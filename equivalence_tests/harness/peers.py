@@ -10,10 +10,7 @@ from torch.autograd import Function
 
 from equivalence_tests.harness.operations import Operation
 from equivalence_tests.harness.oracle import Unsupported
-
-
-class UsageError(ValueError):
-    """What the command line asks for cannot be done; the text says why, and what can."""
+from equivalence_tests.harness.usage import UsageError
 
 
 def implementation(name: str, operation: Operation) -> Callable:

@@ -1,6 +1,8 @@
 """Draws cases from an operation's annotated signature: for hypothesis (`cases`), or from a seed (`sample`)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -15,12 +17,17 @@ from equivalence_tests.harness.operations import Argument, Operation
 
 @dataclass(frozen=True)
 class Profile:
-    """How much is tried. examples: drawn cases per function and dtype. size: largest size of a dim; elements: of a tensor."""
+    """How much is tried.
+
+    examples: drawn cases per function and dtype. size: largest size of one dim. elements: of the largest tensor, about.
+    rows: largest product of leading dims where the kernel may take one program for each row.
+    """
 
     name: str
     examples: int
     size: int
     elements: int
+    rows: int
     gpu_examples: bool = False
     real: bool = True
 
@@ -28,10 +35,10 @@ class Profile:
 PROFILES = {
     p.name: p
     for p in (
-        Profile("quick", examples=32, size=257, elements=2**13),
-        Profile("ci", examples=20, size=257, elements=2**13, real=False),
-        Profile("gpu", examples=200, size=16384, elements=2**22, gpu_examples=True),
-        Profile("deep", examples=400, size=2049, elements=2**15),
+        Profile("quick", examples=24, rows=17, size=257, elements=2**13),
+        Profile("ci", examples=20, rows=17, size=257, elements=2**13, real=False),
+        Profile("gpu", examples=200, rows=2**16, size=16384, elements=2**22, gpu_examples=True),
+        Profile("deep", examples=400, rows=65, size=2049, elements=2**15),
     )
 }
 # The simplest first, because hypothesis shrinks towards it: odd sizes, and powers of two with their neighbours.
@@ -43,29 +50,48 @@ _NORMAL = ("normal",) * 7 + tuple(CONTENTS)
 
 def cases(function: Operation, dtype: str, profile: Profile, configs: bool = True) -> st.SearchStrategy[Case]:
     """Hypothesis strategy of the function's cases in a working dtype; with `configs` a tile configuration is drawn too."""
-    return st.randoms(use_true_random=False).map(
-        lambda random: draw(random, function, dtype, profile, configs)
+    numbers = tiles.count(function.op) if configs else 0
+    number = st.none() | st.integers(0, numbers - 1) if numbers else st.none()
+    return st.builds(
+        draw, st.randoms(use_true_random=False), st.just(function), st.just(dtype), st.just(profile), number
     )
 
 
-def sample(function: Operation, dtype: str, profile: Profile, seed: int, configs: bool = True) -> list[Case]:
-    """profile.examples cases, independent of each other (hypothesis' own generation repeats and varies a few of them)."""
-    return [
-        draw(Random(f"{seed} {function} {dtype} {i}"), function, dtype, profile, configs)
-        for i in range(profile.examples)
-    ]
+def sample(
+    function: Operation, dtype: str, profile: Profile, seed: int, configs: bool = True
+) -> Iterator[Case]:
+    """Cases without end, independent of each other (hypothesis' own generation repeats and varies a few)."""
+    numbers = list(range(tiles.count(function.op) if configs else 0))
+    Random(f"{seed} {function} {dtype}").shuffle(numbers)
+    for i in count():
+        # In turn rather than at random, so that few examples suffice to see every configuration; each fourth has none forced.
+        number = numbers[(i - i // 4) % len(numbers)] if numbers and i % 4 < 3 else None
+        yield draw(
+            Random(f"{seed} {function} {dtype} {i}"),
+            function,
+            dtype,
+            profile,
+            number,
+            not configs or number is not None,
+        )
 
 
-def draw(random: Random, function: Operation, dtype: str, profile: Profile, configs: bool = True) -> Case:
-    """One case; `random` decides."""
-    sizes = _sizes(random, function, profile)
+def draw(
+    random: Random,
+    function: Operation,
+    dtype: str,
+    profile: Profile,
+    config: int | None,
+    few_rows: bool = True,
+) -> Case:
+    """One case with the given tile configuration; `random` decides the rest."""
+    sizes = _sizes(random, function, profile, profile.rows if few_rows else profile.elements)
     tensors = {a.name: _tensor(random, a, dtype) for a in function.tensors}
     given = [name for name, spec in tensors.items() if spec]
     cotangents: tuple[Spec | None, ...] = (_spec(random),)
     if random.random() < 0.5:
         cotangents += (_spec(random) if random.random() < 0.7 else None,)
         cotangents = cotangents if random.random() < 0.7 else cotangents[::-1]
-    numbers = tiles.count(function.op) if configs else 0
     return Case(
         function=function.function,
         dtype=dtype,
@@ -77,16 +103,18 @@ def draw(random: Random, function: Operation, dtype: str, profile: Profile, conf
         ),
         cotangents=cotangents,
         seed=random.randrange(2**16),
-        config=random.randrange(numbers) if numbers and random.random() < 0.7 else None,
+        config=config,
     )
 
 
-def _sizes(random: Random, function: Operation, profile: Profile) -> dict[str, Any]:
+def _sizes(random: Random, function: Operation, profile: Profile, rows: int) -> dict[str, Any]:
     words = dict.fromkeys(word for a in function.tensors for word in a.dims.shape.split())
     allowed = [size for size in _SIZES if size <= profile.size]
     sizes: dict[str, Any] = {word: random.choice(allowed) for word in words if word != "*"}
     if "*" in words:
-        sizes["*"] = _lead(random, max(2, profile.elements // max([1, *sizes.values()])), profile.size)
+        sizes["*"] = _lead(
+            random, min(rows, max(2, profile.elements // max([1, *sizes.values()]))), profile.size
+        )
     return {word: sizes[word] for word in words}
 
 

@@ -1,0 +1,149 @@
+"""Does what the command line asks for, once it is known whether kernels are compiled or interpreted."""
+
+import argparse
+
+from rich.console import Console
+
+from equivalence_tests.harness import failures, interpreter, peers, report, runner
+from equivalence_tests.harness.cases import DTYPES
+from equivalence_tests.harness.operations import Operation, operation, operations
+from equivalence_tests.harness.oracle import Judgement
+from equivalence_tests.harness.result import Job, Result
+from equivalence_tests.harness.strategies import PROFILES
+from equivalence_tests.harness.usage import UsageError
+
+
+def execute(given: argparse.Namespace, device: str) -> int:
+    """Run what the parsed arguments select; returns the exit status. Raises UsageError before any work is done."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if given.list:
+        console.print(_listing())
+        return 0
+    if given.replay:
+        return _replay(console, given, device)
+    jobs = _jobs(given, device)
+    interpreter.correct()
+    if device == "cpu":
+        reason = "Kernels run" if given.device else "No usable GPU: kernels run"
+        console.print(f"{reason} in Triton's interpreter on the CPU")
+    results: list[Result] = []
+    with report.progress(console, sum(runner.steps(job) for job in jobs)) as advance:
+        for job in jobs:
+            name = f"{job.operation.function} {job.dtype}"
+            results.append(runner.run(job, lambda text, name=name: advance(f"{name}: {text}")))
+            console.print(_line(name, results[-1]))
+    return _conclude(console, given, results)
+
+
+def _jobs(given: argparse.Namespace, device: str) -> list[Job]:
+    chosen, impl = _operations(given.op), given.impl or "fast"
+    if ":" in impl and len(chosen) > 1:
+        raise UsageError(f"--impl {impl} is one function; name the operation, one of {_names(operations())}")
+    if given.profile not in PROFILES:
+        raise UsageError(f"--profile must be one of {', '.join(PROFILES)}, got {given.profile!r}")
+    dtypes = given.dtype or list(DTYPES)
+    if unknown := [d for d in dtypes if d not in DTYPES]:
+        raise UsageError(f"--dtype must be some of {', '.join(DTYPES)}, got {', '.join(unknown)}")
+    profile = PROFILES[given.profile]
+    functions = [(operation, peers.implementation(impl, operation)) for operation in chosen]
+    return [
+        Job(operation, dtype, impl, function, device, profile, given.seed, given.mutants)
+        for operation, function in functions
+        for dtype in dict.fromkeys(dtypes)
+    ]
+
+
+def _operations(names: list[str]) -> list[Operation]:
+    """Those named, by operation or by function; all where none is."""
+    known = operations()
+    if unknown := [name for name in names if not any(name in (o.op, o.function) for o in known)]:
+        raise UsageError(f"OP must be some of {_names(known)}, got {', '.join(unknown)}")
+    return [o for o in known if not names or o.op in names or o.function in names]
+
+
+def _names(known: list[Operation]) -> str:
+    return ", ".join(dict.fromkeys(name for o in known for name in (o.op, o.function)))
+
+
+def _line(name: str, result: Result) -> str:
+    """One row in words, when it is done."""
+    real = f", {len(result.real)} of them real tensors" if result.real else ""
+    missing = f", {sum(result.unsupported.values())} unsupported" if result.unsupported else ""
+    verdict = "pass" if result.ok else "FAIL"
+    return f"{name}: {verdict}, {result.cases} cases{real}{missing}, {result.seconds:.0f} s"
+
+
+def _conclude(console: Console, given: argparse.Namespace, results: list[Result]) -> int:
+    """Tell what failed, write the files, print the table last."""
+    for result in results:
+        _tell(console, result)
+    found = report.records(results)
+    for path, text in ((given.json, report.dumps), (given.html, report.page)):
+        if path:
+            report.write(path, text(path, found))
+    # Wide enough that no figure is cut, whatever the terminal.
+    Console(width=max(console.width, report.WIDTH)).print(report.table(found))
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _tell(console: Console, result: Result) -> None:
+    job = result.job
+    name = f"{job.operation.function} {job.dtype}"
+    for failure in result.failures:
+        console.print(f"\n{name} by {job.impl} {failure}")
+    if result.survived:
+        console.print(f"\n{name}: the harness did not notice these bugs: {', '.join(result.survived)}")
+    if not result.cases:
+        console.print(f"\n{name}: no case is supported by {job.impl}")
+    if result.unsupported:
+        reasons = ", ".join(f"{reason} ({n})" for reason, n in result.unsupported.most_common(5))
+        console.print(f"{name}: {job.impl} does not support: {reasons}")
+    if exempt := {planted: n for planted, n in result.exempt.items() if n}:
+        words = " and ".join(
+            f"{'zeros' if p == 'zeros' else '× 1.01'} in {n}" for p, n in sorted(exempt.items(), reverse=True)
+        )
+        console.print(f"{name}: of {result.outputs} outputs, the truth is too small to refuse {words}")
+    if labels := {label.split(",")[0] for label in result.real}:
+        console.print(f"{name}: real tensors from {', '.join(sorted(labels))}")
+
+
+def _replay(console: Console, given: argparse.Namespace, device: str) -> int:
+    """Run a saved failure again: status 1 if it still fails, 0 if not."""
+    try:
+        record = failures.load(given.replay)
+        impl = given.impl or record["impl"]
+        function = peers.implementation(impl, operation(record["function"]))
+        job = runner.job_of(record, function, impl, device)
+        interpreter.correct()
+        outcome = runner.replay(record, job)
+    except (ValueError, KeyError, IndexError) as error:
+        raise UsageError(f"--replay {given.replay}: {error}") from error
+    console.print(
+        f"{record['function']} {record['dtype']} by {impl}, as in {given.replay}\n  {record['words']}"
+    )
+    if isinstance(outcome, Judgement) and outcome.unsupported:
+        console.print(f"does not support this: {outcome.unsupported}")
+        return 1
+    for finding in outcome.findings if isinstance(outcome, Judgement) else outcome.failures:
+        console.print(str(finding))
+    console.print("passes" if outcome.ok else "still fails")
+    return 0 if outcome.ok else 1
+
+
+def _listing() -> str:
+    """Operations and their functions, implementations, dtypes, profiles."""
+    known = operations()
+    lines = [
+        f"{op}: {', '.join(o.function for o in known if o.op == op)}"
+        for op in dict.fromkeys(o.op for o in known)
+    ]
+    profiles = [f"{p.name}: {p.examples} drawn cases, dims up to {p.size}" for p in PROFILES.values()]
+    blocks = {
+        "operations and their functions": lines,
+        "implementations (--impl)": [*peers.NAMES, "package.module:function, with the reference's signature"],
+        "dtypes (--dtype)": list(DTYPES),
+        "profiles (--profile), for each function and dtype": profiles,
+    }
+    return "\n".join(
+        f"{title}\n" + "\n".join(f"  {line}" for line in block) for title, block in blocks.items()
+    )
