@@ -30,51 +30,93 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from fast._triton.device import num_sms
-from fast._triton.launch import as_rows, check_supported, launch
+from fast._rms_norm_columns import _rms_norm_bwd_dot, _rms_norm_fwd_columns, gain, inverse_rms, scaled
+from fast._rms_norm_ring import _rms_norm_bwd_ring, _rms_norm_fwd_ring
+from fast._triton.device import has_gluon, num_sms, shared_memory
+from fast._triton.launch import check_supported, launch
 from fast._triton.registration import define
-from fast._triton.tuning import Table, config
-from reference.rms_norm import Casting, Columns, Eps, Offset, Residual, Rows, check_rms_norm, result_dtype, rms_norm_backward
+from fast._triton.rows import RowView, as_rows, row_offsets
+from fast._triton.tuning import Config, Table, config
+from reference.rms_norm import (
+    Casting,
+    Columns,
+    Eps,
+    Offset,
+    Residual,
+    Rows,
+    check_rms_norm,
+    result_dtype,
+    rms_norm_backward,
+)
 
-# A row is held whole by one program while N ≤ BLOCK_N; the last configuration of each table is that of the column loops.
+# Which rows a program holds whole (N ≤ BLOCK_N); the last configuration of each table is that of the column loops.
+# *_ODD: rows that are no multiple of 16 elements are loaded one by one, which takes more registers.
+# *_RING: rows that pass through shared memory instead (fast/_rms_norm_ring.py); None where they do not.
 FWD = Table(
     "rms_norm_fwd",
     {
         80: [
-            (64, config(BLOCK_M=64, BLOCK_N=64, num_warps=4)),
-            (128, config(BLOCK_M=32, BLOCK_N=128, num_warps=4)),
-            (256, config(BLOCK_M=16, BLOCK_N=256, num_warps=4)),
-            (512, config(BLOCK_M=8, BLOCK_N=512, num_warps=4)),
-            (1024, config(BLOCK_M=4, BLOCK_N=1024, num_warps=4)),
-            (2048, config(BLOCK_M=2, BLOCK_N=2048, num_warps=4)),
-            (4096, config(BLOCK_M=1, BLOCK_N=4096, num_warps=4)),
+            (64, config(BLOCK_M=32, BLOCK_N=64, num_warps=4)),
+            (128, config(BLOCK_M=16, BLOCK_N=128, num_warps=4)),
+            (256, config(BLOCK_M=8, BLOCK_N=256, num_warps=4)),
+            (512, config(BLOCK_M=4, BLOCK_N=512, num_warps=4)),
+            (1024, config(BLOCK_M=2, BLOCK_N=1024, num_warps=4)),
+            (2048, config(BLOCK_M=1, BLOCK_N=2048, num_warps=4)),
+            (4096, config(BLOCK_M=1, BLOCK_N=4096, num_warps=8)),
             (8192, config(BLOCK_M=1, BLOCK_N=8192, num_warps=8)),
             (16384, config(BLOCK_M=1, BLOCK_N=16384, num_warps=16)),
-            (32768, config(BLOCK_M=1, BLOCK_N=32768, num_warps=32)),
-            (65536, config(BLOCK_M=1, BLOCK_N=8192, num_warps=16)),
-        ],
+            (65536, config(BLOCK_M=1, BLOCK_N=4096, num_warps=32)),
+        ]
+    },
+)
+FWD_ODD = Table("rms_norm_fwd_odd", {80: FWD.rows[80][:-2] + FWD.rows[80][-1:]})
+FWD_RING = Table(
+    "rms_norm_fwd_ring",
+    {
+        80: [
+            (16384, None),
+            (32768, config(BLOCK_N=4096, HELD=4, num_warps=16)),
+            (65536, config(BLOCK_N=8192, HELD=0, num_warps=16)),
+            (131072, None),
+        ]
     },
 )
 BWD = Table(
     "rms_norm_bwd",
     {
         80: [
-            (64, config(BLOCK_M=64, BLOCK_N=64, num_warps=4)),
-            (128, config(BLOCK_M=32, BLOCK_N=128, num_warps=4)),
-            (256, config(BLOCK_M=16, BLOCK_N=256, num_warps=4)),
-            (512, config(BLOCK_M=8, BLOCK_N=512, num_warps=4)),
-            (1024, config(BLOCK_M=4, BLOCK_N=1024, num_warps=4)),
-            (2048, config(BLOCK_M=2, BLOCK_N=2048, num_warps=4)),
-            (4096, config(BLOCK_M=1, BLOCK_N=4096, num_warps=8)),
-            (8192, config(BLOCK_M=1, BLOCK_N=8192, num_warps=8)),
-            (16384, config(BLOCK_M=1, BLOCK_N=16384, num_warps=16)),
-            (32768, config(BLOCK_M=4, BLOCK_N=1024, num_warps=4)),
-        ],
+            (64, config(BLOCK_M=128, BLOCK_N=64, STAGES=3, num_warps=8)),
+            (128, config(BLOCK_M=64, BLOCK_N=128, STAGES=3, num_warps=8)),
+            (256, config(BLOCK_M=32, BLOCK_N=256, STAGES=3, num_warps=8)),
+            (512, config(BLOCK_M=16, BLOCK_N=512, STAGES=3, num_warps=8)),
+            (1024, config(BLOCK_M=8, BLOCK_N=1024, STAGES=3, num_warps=8)),
+            (2048, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
+            (4096, config(BLOCK_M=2, BLOCK_N=4096, STAGES=3, num_warps=8)),
+            (8192, config(BLOCK_M=1, BLOCK_N=8192, STAGES=3, num_warps=8)),
+            (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
+        ]
     },
 )
-DOT = Table("rms_norm_bwd_dot", {80: [(1, config(BLOCK_N=8192, num_warps=16))]})
-BWD_SUM = Table("rms_norm_bwd_sum", {80: [(1, config(BLOCK_P=32, BLOCK_N=64, num_warps=4))]})
-PROGRAMS_PER_SM = 4
+BWD_ODD = Table(
+    "rms_norm_bwd_odd",
+    {
+        80: [
+            (64, config(BLOCK_M=64, BLOCK_N=64, STAGES=3, num_warps=8)),
+            (128, config(BLOCK_M=32, BLOCK_N=128, STAGES=3, num_warps=8)),
+            (256, config(BLOCK_M=16, BLOCK_N=256, STAGES=3, num_warps=8)),
+            (512, config(BLOCK_M=8, BLOCK_N=512, STAGES=3, num_warps=8)),
+            (1024, config(BLOCK_M=4, BLOCK_N=1024, STAGES=3, num_warps=8)),
+            (2048, config(BLOCK_M=2, BLOCK_N=2048, STAGES=3, num_warps=8)),
+            (4096, config(BLOCK_M=1, BLOCK_N=4096, STAGES=3, num_warps=8)),
+            (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
+        ]
+    },
+)
+BWD_RING = Table(
+    "rms_norm_bwd_ring", {80: [(8192, None), (32768, config(BLOCK_N=8192, num_warps=32)), (65536, None)]}
+)
+BWD_DOT = Table("rms_norm_bwd_dot", {80: [(65536, config(BLOCK_N=8192, num_warps=16))]})
+BWD_SUM = Table("rms_norm_bwd_sum", {80: [(65536, config(BLOCK_P=32, BLOCK_N=64, num_warps=4))]})
 
 
 # fmt: off
@@ -96,62 +138,18 @@ def _rms_norm_fwd(
     offs_m = first + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
     mask = mask_m[:, None] & (offs_n < N)[None, :]
-    x = tl.load(X + _row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None] + offs_n, mask=mask, other=0.0)
+    x = tl.load(X + row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None] + offs_n, mask=mask, other=0.0)
     s = x.to(tl.float32)
     if RESIDUAL is not None:
-        r_rows = _row_offsets(first, stride_ro, stride_ri, r_inner, BLOCK_M)[:, None]
+        r_rows = row_offsets(first, stride_ro, stride_ri, r_inner, BLOCK_M)[:, None]
         s += tl.load(RESIDUAL + r_rows + offs_n, mask=mask, other=0.0).to(tl.float32)
         rounded = s.to(S.dtype.element_ty)
         tl.store(S + offs_m[:, None] * N + offs_n, rounded, mask=mask)
         s = rounded.to(tl.float32)
-    rstd = _rstd(tl.sum(s * s, axis=1), N, eps)
+    rstd = inverse_rms(tl.sum(s * s, axis=1), N, eps)
     tl.store(RSTD + offs_m, rstd, mask=mask_m)
-    y = _scale(s * rstd[:, None], W, B, offs_n[None, :], offs_n[None, :] < N, offset, X.dtype.element_ty, IS_LLAMA)
+    y = scaled(s * rstd[:, None], W, B, offs_n[None, :], N, offset, X.dtype.element_ty, IS_LLAMA)
     tl.store(Y + offs_m[:, None] * N + offs_n, y.to(Y.dtype.element_ty), mask=mask)
-
-
-# fmt: off
-@triton.jit
-def _rms_norm_fwd_wide(
-    X, stride_xo, stride_xi,          # [M, N]  in
-    RESIDUAL, stride_ro, stride_ri,   # [M, N]  in    or None
-    W,                                # [N]     in    or None
-    B,                                # [N]     in    or None
-    Y,                                # [M, N]  out
-    S,                                # [M, N]  out   or None
-    RSTD,                             # [M]     out, fp32
-    M, N, x_inner, r_inner, eps, offset,
-    IS_LLAMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    # fmt: on
-    m = tl.program_id(0).to(tl.int64)
-    X += tl.sum(_row_offsets(m, stride_xo, stride_xi, x_inner, 1))
-    Y += m * N
-    if RESIDUAL is not None:
-        RESIDUAL += tl.sum(_row_offsets(m, stride_ro, stride_ri, r_inner, 1))
-        S += m * N
-    acc = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = offs_n < N
-        s = tl.load(X + offs_n, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if RESIDUAL is not None:
-            s += tl.load(RESIDUAL + offs_n, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            s = s.to(S.dtype.element_ty).to(tl.float32)
-        acc += s * s
-    rstd = _rstd(tl.sum(acc), N, eps)
-    tl.store(RSTD + m, rstd)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = offs_n < N
-        s = tl.load(X + offs_n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if RESIDUAL is not None:
-            s += tl.load(RESIDUAL + offs_n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            rounded = s.to(S.dtype.element_ty)
-            tl.store(S + offs_n, rounded, mask=mask)
-            s = rounded.to(tl.float32)
-        y = _scale(s * rstd, W, B, offs_n, mask, offset, X.dtype.element_ty, IS_LLAMA)
-        tl.store(Y + offs_n, y.to(Y.dtype.element_ty), mask=mask)
 
 
 # fmt: off
@@ -168,33 +166,33 @@ def _rms_norm_bwd(
     DW,                         # [P, N]  out, fp32   or None
     DB,                         # [P, N]  out, fp32   or None
     M, N, y_inner, s_inner, x_inner, offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
-    gain = _gain(W, offs_n, mask_n, offset)[None, :]
+    w = gain(W, offs_n, N, offset)[None, :]
     acc_dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * BLOCK_M
         offs_m = first + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         rstd = tl.load(RSTD + offs_m, mask=mask_m, other=0.0)[:, None]
-        dy_rows = _row_offsets(first, stride_yo, stride_yi, y_inner, BLOCK_M)[:, None]
+        dy_rows = row_offsets(first, stride_yo, stride_yi, y_inner, BLOCK_M)[:, None]
         dy = tl.load(DY + dy_rows + offs_n, mask=mask, other=0.0).to(tl.float32)
-        s_rows = _row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None]
+        s_rows = row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None]
         xhat = tl.load(S + s_rows + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
         if DX is not None or DRES is not None:
-            g = dy * gain
+            g = dy * w
             if C is None:
                 c = tl.sum(g * xhat, axis=1) / N
             else:
                 c = tl.load(C + offs_m, mask=mask_m, other=0.0)
             ds = rstd * (g - xhat * c[:, None])
             if DS is not None:
-                ds_rows = _row_offsets(first, stride_so, stride_si, s_inner, BLOCK_M)[:, None]
+                ds_rows = row_offsets(first, stride_so, stride_si, s_inner, BLOCK_M)[:, None]
                 ds += tl.load(DS + ds_rows + offs_n, mask=mask, other=0.0).to(tl.float32)
             if DX is not None:
                 tl.store(DX + offs_m[:, None] * N + offs_n, ds.to(DX.dtype.element_ty), mask=mask)
@@ -209,31 +207,6 @@ def _rms_norm_bwd(
         tl.store(DW + partial, tl.sum(acc_dw, axis=0), mask=mask_n)
     if DB is not None:
         tl.store(DB + partial, tl.sum(acc_db, axis=0), mask=mask_n)
-
-
-# fmt: off
-@triton.jit
-def _rms_norm_bwd_dot(
-    DY, stride_yo, stride_yi,   # [M, N]  in
-    S, stride_xo, stride_xi,    # [M, N]  in
-    W,                          # [N]     in    or None
-    RSTD,                       # [M]     in
-    C,                          # [M]     out, fp32   mean(g ∘ x̂)
-    N, y_inner, x_inner, offset,
-    BLOCK_N: tl.constexpr,
-):
-    # fmt: on
-    m = tl.program_id(0).to(tl.int64)
-    DY += tl.sum(_row_offsets(m, stride_yo, stride_yi, y_inner, 1))
-    S += tl.sum(_row_offsets(m, stride_xo, stride_xi, x_inner, 1))
-    rstd = tl.load(RSTD + m)
-    acc = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = offs_n < N
-        g = tl.load(DY + offs_n, mask=mask, other=0.0).to(tl.float32) * _gain(W, offs_n, mask, offset)
-        acc += g * (tl.load(S + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd)
-    tl.store(C + m, tl.sum(acc) / N)
 
 
 # fmt: off
@@ -254,37 +227,6 @@ def _rms_norm_bwd_sum(
     tl.store(OUT + offs_n, tl.sum(acc, axis=0).to(OUT.dtype.element_ty), mask=offs_n < N)
 
 
-@triton.jit
-def _row_offsets(first, outer_stride, inner_stride, inner, BLOCK_M: tl.constexpr):
-    """Element offsets of rows first … first + BLOCK_M − 1; one 64-bit division a program, 32-bit ones after it."""
-    within = (first % inner).to(tl.int32) + tl.arange(0, BLOCK_M)
-    outer = first // inner + within // inner
-    return outer * outer_stride + (within % inner).to(tl.int64) * inner_stride
-
-
-@triton.jit
-def _rstd(sum_of_squares, N, eps):
-    # sqrt_rn, not rsqrt: the approximate rsqrt flushes subnormal means to zero.
-    return 1.0 / tl.sqrt_rn(sum_of_squares / N + eps)
-
-
-@triton.jit
-def _gain(W, offs_n, mask_n, offset):
-    if W is None:
-        return tl.full(offs_n.shape, 1.0, tl.float32)
-    return tl.load(W + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
-
-
-@triton.jit
-def _scale(xhat, W, B, offs_n, mask_n, offset, dtype: tl.constexpr, IS_LLAMA: tl.constexpr):
-    if IS_LLAMA:
-        xhat = xhat.to(dtype).to(tl.float32)
-    y = xhat * _gain(W, offs_n, mask_n, offset)
-    if B is not None:
-        y += tl.load(B + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    return y
-
-
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,17 +234,27 @@ def rms_norm_fwd(
     y, s, rstd = _fwd_outputs(x, weight, bias, residual, eps, offset, casting)
     if x.numel() == 0:
         return y, s, rstd
-    M, N = rstd.numel(), x.shape[-1]
-    tile = FWD.pick(N, x.device)
-    xs, rs = as_rows(x), as_rows(x if residual is None else residual)
+    M, N, device = rstd.numel(), x.shape[-1], x.device
+    xs, parameters, scalars = as_rows(x), (_flat(weight), _flat(bias)), {"IS_LLAMA": casting == "llama"}
+    ring = None if residual is not None else _ring(FWD_RING.pick(N, device), N, x)
+    if ring is not None:
+        xs = xs.aligned()
+        launch(
+            _rms_norm_fwd_ring, (min(M, num_sms(device)),), device,
+            xs.tensor, xs.outer_stride, xs.inner_stride, *parameters, y, rstd,
+            M, N, xs.inner, eps, offset, **scalars, **ring.options,
+        )  # fmt: skip
+        return y, s, rstd
+    tile = (FWD_ODD if N % 16 else FWD).pick(N, device)
+    rs = xs if residual is None else as_rows(residual)
     whole = tile["BLOCK_N"] >= N
-    kernel, grid = (_rms_norm_fwd, (triton.cdiv(M, tile["BLOCK_M"]),)) if whole else (_rms_norm_fwd_wide, (M,))
+    kernel, grid = (_rms_norm_fwd, triton.cdiv(M, tile["BLOCK_M"])) if whole else (_rms_norm_fwd_columns, M)
     launch(
-        kernel, grid, x.device,
+        kernel, (grid,), device,
         xs.tensor, xs.outer_stride, xs.inner_stride,
         None if residual is None else rs.tensor, rs.outer_stride, rs.inner_stride,
-        _flat(weight), _flat(bias), y, None if residual is None else s, rstd,
-        M, N, xs.inner, rs.inner, eps, offset, IS_LLAMA=casting == "llama", **tile.options(),
+        *parameters, y, None if residual is None else s, rstd,
+        M, N, xs.inner, rs.inner, eps, offset, **scalars, **tile.options,
     )  # fmt: skip
     return y, s, rstd
 
@@ -321,39 +273,83 @@ def rms_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dresidual, dweight, dbias in the dtypes asked for; empty where None is asked."""
     dx, dres, dw, db = grads = _bwd_outputs(dy, ds, s, weight, rstd, offset, dx_dtype, dres_dtype, dw_dtype, db_dtype)
-    M, N = rstd.numel(), s.shape[-1]
+    M, N, device = rstd.numel(), s.shape[-1], s.device
     if M == 0:
-        for parameter in (dw, db):
-            parameter.zero_()
-        return grads
-    tile = BWD.pick(N, s.device)
-    whole = tile["BLOCK_N"] >= N
-    columns = 1 if whole else triton.cdiv(N, tile["BLOCK_N"])
-    programs = min(triton.cdiv(M, tile["BLOCK_M"]), max(1, PROGRAMS_PER_SM * num_sms(s.device) // columns))
-    ys, ss, xs = as_rows(dy), as_rows(s if ds is None else ds), as_rows(s)
-    weight = _flat(weight)
-    c = None if whole or dx_dtype is dres_dtype is None else torch.empty_like(rstd)
-    if c is not None:
+        return dx, dres, dw.zero_(), db.zero_()
+    ys, xs, weight = as_rows(dy), as_rows(s), _flat(weight)
+    outputs = (None if dx_dtype is None else dx, None if dres_dtype is None else dres)
+    ring = None if ds is not None else _ring(BWD_RING.pick(N, device), N, dy, s)
+    if ring is not None:
+        programs = min(M, num_sms(device))
+        dw_partial = _partial(dw_dtype, programs, rstd, N)
+        y16, x16 = ys.aligned(), xs.aligned()
         launch(
-            _rms_norm_bwd_dot, (M,), s.device,
-            ys.tensor, ys.outer_stride, ys.inner_stride, xs.tensor, xs.outer_stride, xs.inner_stride,
-            weight, rstd, c, N, ys.inner, xs.inner, offset, **DOT.pick(N, s.device).options(),
+            _rms_norm_bwd_ring, (programs,), device,
+            y16.tensor, y16.outer_stride, y16.inner_stride, x16.tensor, x16.outer_stride, x16.inner_stride,
+            weight, rstd, *outputs, dw_partial, M, N, y16.inner, x16.inner, offset, **ring.options,
         )  # fmt: skip
-    partials = [None if dtype is None else rstd.new_empty(programs, N) for dtype in (dw_dtype, db_dtype)]
+        _sum_partials(dw_partial, dw)
+        outputs, dw_dtype = (None, None), None  # done; the tiles below add db where it is asked for
+    if outputs == (None, None) and dw_dtype is db_dtype is None:
+        return grads
+    tile = _fit((BWD_ODD if N % 16 else BWD).pick(N, device), device, dy, s, ds)
+    columns = triton.cdiv(N, tile["BLOCK_N"])
+    programs = min(triton.cdiv(M, tile["BLOCK_M"]), triton.cdiv(num_sms(device), columns))
+    partials = _partial(dw_dtype, programs, rstd, N), _partial(db_dtype, programs, rstd, N)
+    c = None if columns == 1 or outputs == (None, None) else _dot(ys, xs, weight, rstd, N, offset)
+    ss = xs if ds is None else as_rows(ds)
     launch(
-        _rms_norm_bwd, (columns, programs), s.device,
+        _rms_norm_bwd, (columns, programs), device,
         ys.tensor, ys.outer_stride, ys.inner_stride,
         None if ds is None else ss.tensor, ss.outer_stride, ss.inner_stride,
         xs.tensor, xs.outer_stride, xs.inner_stride,
-        weight, rstd, c, None if dx_dtype is None else dx, None if dres_dtype is None else dres, *partials,
-        M, N, ys.inner, ss.inner, xs.inner, offset, **tile.options(),
+        weight, rstd, c, *outputs, *partials, M, N, ys.inner, ss.inner, xs.inner, offset, **tile.options,
     )  # fmt: skip
-    summing = BWD_SUM.pick(N, s.device)
     for partial, out in zip(partials, (dw, db), strict=True):
-        if partial is not None:
-            grid = (triton.cdiv(N, summing["BLOCK_N"]),)
-            launch(_rms_norm_bwd_sum, grid, s.device, partial, out, programs, N, **summing.options())
+        _sum_partials(partial, out)
     return grads
+
+
+def _partial(dtype: torch.dtype | None, programs: int, rstd: Tensor, N: int) -> Tensor | None:
+    return None if dtype is None else rstd.new_empty(programs, N)
+
+
+def _sum_partials(partial: Tensor | None, out: Tensor) -> None:
+    if partial is not None:
+        P, N = partial.shape
+        tile = BWD_SUM.pick(N, out.device)
+        launch(_rms_norm_bwd_sum, (triton.cdiv(N, tile["BLOCK_N"]),), out.device, partial, out, P, N, **tile.options)
+
+
+def _dot(ys: RowView, xs: RowView, weight: Tensor | None, rstd: Tensor, N: int, offset: float) -> Tensor:
+    """mean(g ∘ x̂) of every row, for tiles that do not hold one whole."""
+    c = torch.empty_like(rstd)
+    launch(
+        _rms_norm_bwd_dot, (rstd.numel(),), rstd.device,
+        ys.tensor, ys.outer_stride, ys.inner_stride, xs.tensor, xs.outer_stride, xs.inner_stride,
+        weight, rstd, c, N, ys.inner, xs.inner, offset, **BWD_DOT.pick(N, rstd.device).options,
+    )  # fmt: skip
+    return c
+
+
+def _ring(tile: Config | None, N: int, *streamed: Tensor) -> Config | None:
+    """The ring's configuration; None where the table has none, a row does not fit into shared memory, or in the interpreter.
+
+    A copy is 16 bytes, so N must be a multiple of 16 elements.
+    """
+    if tile is None or N % 16 or not has_gluon():
+        return None
+    chunks = triton.cdiv(N, tile["BLOCK_N"])
+    fits = chunks * tile["BLOCK_N"] * sum(t.element_size() for t in streamed) <= shared_memory(streamed[0].device) - 1024
+    return tile.replace(CHUNKS=chunks) if fits else None
+
+
+def _fit(tile: Config, device: torch.device, *streamed: Tensor | None) -> Config:
+    """As many pipeline stages as shared memory holds; the compiler keeps one stage less, and a tile of fp32 for the last sum."""
+    elements = tile["BLOCK_M"] * tile["BLOCK_N"]
+    stage = elements * sum(t.element_size() for t in streamed if t is not None)
+    stages = (shared_memory(device) - 4 * elements) // stage
+    return tile.replace(STAGES=max(1, min(tile["STAGES"], stages)))
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:

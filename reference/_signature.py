@@ -40,34 +40,34 @@ def check(function: str, dims: dict[str, tuple[Tensor | None, str]]) -> dict[str
     Raises TypeError for what is no floating-point tensor, ValueError for a shape or a device that does not fit.
     """
     sizes: dict[str, Any] = {}
-    device, owner = None, ""
-    for name, (tensor, words) in dims.items():
+    first = None
+    for name, (tensor, shape) in dims.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if not tensor.is_floating_point():
             raise TypeError(f"{function}: {name} must have a floating-point dtype, got {tensor.dtype}")
-        if device is None:
-            device, owner = tensor.device, name
-        elif tensor.device != device:
-            raise ValueError(f"{function}: {name} is on {tensor.device}, but {owner} is on {device}; all must be on one device")
-        _match(function, name, tuple(tensor.shape), words.split(), sizes)
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            raise ValueError(
+                f"{function}: {name} is on {tensor.device}, but {first[0]} is on {first[1]}; all must be on one device"
+            )
+        if not _fits(tensor.shape, shape.split(), sizes):
+            wanted = ", ".join(f"{word}={sizes[word]}" if word in sizes else word for word in shape.split())
+            raise ValueError(f"{function}: {name} must have shape [{wanted}], got {list(tensor.shape)}")
     return sizes
 
 
-def _match(function: str, name: str, shape: tuple[int, ...], words: list[str], sizes: dict[str, Any]) -> None:
-    fixed = [word for word in words if word != "*"]
-    wanted = f"[{', '.join(f'{w}={sizes[w]}' if w in sizes else w for w in words)}]"
-    if len(shape) < len(fixed) or (len(shape) > len(fixed) and "*" not in words):
-        raise ValueError(f"{function}: {name} must have shape {wanted}, got {list(shape)}")
-    lead = shape[: len(shape) - len(fixed)]
-    found = dict(zip(fixed, shape[len(lead) :], strict=True))
-    if "*" in words:
-        found["*"] = lead
-    for word, size in found.items():
-        if sizes.setdefault(word, size) != size:
-            raise ValueError(f"{function}: {name} must have shape {wanted}, got {list(shape)}")
+def _fits(shape: torch.Size, words: list[str], sizes: dict[str, Any]) -> bool:
+    if words[0] == "*":
+        lead = len(shape) - len(words) + 1
+        if lead < 0 or sizes.setdefault("*", shape[:lead]) != shape[:lead]:
+            return False
+        shape, words = shape[lead:], words[1:]
+    return len(shape) == len(words) and all(
+        sizes.setdefault(word, size) == size for word, size in zip(words, shape, strict=True)
+    )
 
 
 def promote(*tensors: Tensor | None, floor: torch.dtype = torch.float32) -> torch.dtype:

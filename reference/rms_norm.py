@@ -110,13 +110,17 @@ def rms_norm_majorant(
     3/2 sums of squares and the sum of mean(g x̂): three sums at most.
     """
     dtypes = {"x": x.dtype, "residual": None if residual is None else residual.dtype}
-    x, weight, bias, residual, dy = (None if t is None else t.double() for t in (x, weight, bias, residual, cotangents[0]))
+    x, weight, bias, residual, dy = (
+        None if t is None else t.double() for t in (x, weight, bias, residual, cotangents[0])
+    )
     s = x if residual is None else x + residual
     stored = () if residual is None else (dtypes["residual"],)
     N, M, rows = s.shape[-1], max(1, s[..., 0].numel()), tuple(range(s.dim() - 1))
     r, gain = _rstd(s, eps), _gain_majorant(weight, weight_offset)
     xhat, g = (s * r).abs(), dy.abs() * gain
-    product = Term(xhat * gain, sums=(N,), ops=10, rounded=2 * stored + ((dtypes["x"],) if casting == "llama" else ()))
+    product = Term(
+        xhat * gain, sums=(N,), ops=10, rounded=2 * stored + ((dtypes["x"],) if casting == "llama" else ())
+    )
     terms = {"y": [product] if bias is None else [product, Term(bias.abs().expand_as(s), ops=1)]}
     slope = r * (g + xhat * (g * xhat).mean(-1, keepdim=True))
     terms["dx"] = [Term(slope, sums=(N,) * 3, ops=24, rounded=5 * stored)]
@@ -147,7 +151,11 @@ def rms_norm_cost(
     s = x if residual is None else residual
     mixed = residual is not None and residual.dtype != x.dtype
     forward = nbytes(x, weight, bias, y, rstd) + (0 if residual is None else nbytes(residual, s))
-    backward = nbytes(y, s, rstd, weight, s, weight, bias) + (nbytes(s) if residual is not None else 0) + (nbytes(x) if mixed else 0)
+    backward = (
+        nbytes(y, s, rstd, weight, s, weight, bias)
+        + (nbytes(s) if residual is not None else 0)
+        + (nbytes(x) if mixed else 0)
+    )
     return Cost(Work(6 * x.numel(), forward), Work(13 * x.numel(), backward), nbytes(s, weight, rstd))
 
 
@@ -155,23 +163,36 @@ COST = {"rms_norm": rms_norm_cost}
 
 
 def check_rms_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, weight_offset: float, casting: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    casting: str,
 ) -> None:
     """Raise the error that names the argument; shared by both trees."""
-    sizes = check("rms_norm", {"x": (x, "* N"), "weight": (weight, "N"), "bias": (bias, "N"), "residual": (residual, "* N")})
+    sizes = check(
+        "rms_norm",
+        {"x": (x, "* N"), "weight": (weight, "N"), "bias": (bias, "N"), "residual": (residual, "* N")},
+    )
     if sizes["N"] == 0:
         raise ValueError(f"rms_norm: the last dimension of x must be at least 1, got shape {list(x.shape)}")
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps must be a number ≥ 0, got {eps!r}")
     if weight is None and weight_offset != 0:
-        raise ValueError(f"rms_norm: weight_offset is added to weight, and weight is None; it must be 0, got {weight_offset!r}")
+        raise ValueError(
+            f"rms_norm: weight_offset is added to weight, and weight is None; it must be 0, got {weight_offset!r}"
+        )
     if casting not in get_args(Casting):
         raise ValueError(f"rms_norm: casting must be one of {get_args(Casting)}, got {casting!r}")
 
 
 def result_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
     """dtype of y."""
-    return torch.promote_types(x.dtype, weight.dtype) if casting == "llama" and weight is not None else x.dtype
+    return (
+        torch.promote_types(x.dtype, weight.dtype) if casting == "llama" and weight is not None else x.dtype
+    )
 
 
 def _rstd(s: Tensor, eps: float) -> Tensor:

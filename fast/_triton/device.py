@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import torch
+import triton
 
 
 @lru_cache
@@ -18,3 +19,13 @@ def arch(device: torch.device) -> int:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors; 4 in the interpreter, so that small inputs still spread over several programs."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have, from the CUDA programming guide's table of compute capabilities."""
+    return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}.get(arch(device), 101376)
+
+
+def has_gluon() -> bool:
+    """Whether Gluon kernels run here: Triton's interpreter does not know them."""
+    return not triton.knobs.runtime.interpret
