@@ -216,6 +216,19 @@ def test_tables_come_from_the_records(results: Path):
     assert report.filled(text, results) != text
 
 
+def test_the_verdicts_make_a_table(tmp_path: Path):
+    record = verification(
+        cases=24, worst_over_bound=0.5, worst_over_reference=1.0, mutants_killed=3, mutants_total=3
+    )
+    record["environment"] |= {"packages": {"torch": "2.11.0"}, "date": "2026-12-01T00:00:00+00:00"}
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "verify.jsonl").write_text(json.dumps(record) + "\n")
+    text = report.filled("<!-- table: rms_norm verified h200 -->\n<!-- /table -->", tmp_path)
+    assert "| rms_norm | bf16 | 24 | 0.500 | 1.000 | 3/3 | pass |" in text
+    assert "2026-12-01" in text
+    assert "NVIDIA H200" in text
+
+
 def test_no_results_yet_is_said(tmp_path: Path):
     assert "No results for a100 yet" in report.filled(
         "<!-- table: rms_norm a100 -->\n<!-- /table -->", tmp_path

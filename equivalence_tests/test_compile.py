@@ -95,6 +95,20 @@ def test_bad_usage_exits_with_2(tmp_path: Path):
     assert compile_check("no_such_op", tmp_path)[0] == 2
 
 
+@pytest.mark.parametrize("op", operations())
+def test_random_shapes_resolve_to_configurations_that_fit(op: str, tmp_path: Path):
+    arguments = [
+        "--chip",
+        "sm_90",
+        "--random",
+        "200",
+        *([] if DEEP else ["--per-kernel", "4", "--dtype", "bf16"]),
+    ]
+    status, records, output = compile_check(op, tmp_path, *arguments)
+    assert status == 0, output
+    assert records
+
+
 @pytest.mark.skipif(not interpreting(), reason="CPU tensors reach the launchers only in the interpreter")
 @pytest.mark.parametrize("op", operations())
 def test_random_shapes_resolve_without_tuning(op: str):
@@ -102,7 +116,12 @@ def test_random_shapes_resolve_without_tuning(op: str):
     from fast._triton import tuning
 
     fast, module, generator = import_module(f"fast.{op}"), experiment(op), random.Random(0)
-    allowed = [set(config.options().items()) for table in tuning.tables(fast) for config in table.configs()]
+    configs = [config for table in tuning.tables(fast) for config in table.configs()]
+    # How deep a pipeline is follows from the shared memory that is there; the tile and the warps are the table's.
+    allowed = [
+        {word for word in str(config).split() if word.startswith(("BLOCK_", "num_warps"))}
+        for config in configs
+    ]
     seen: list[tuple[Any, dict[str, Any], str]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], device: torch.device, *_: Any, **options: Any) -> None:
@@ -119,4 +138,6 @@ def test_random_shapes_resolve_without_tuning(op: str):
         assert type(kernel).__name__ in ("JITFunction", "InterpretedFunction"), (
             f"{kernel} at {shape} is tuned at run time"
         )
-        assert any(config <= set(options.items()) for config in allowed), f"{shape}: {options} is in no table"
+        assert any(config <= {f"{k}={v}" for k, v in options.items()} for config in allowed), (
+            f"{shape}: {options} is in no table"
+        )

@@ -1,17 +1,12 @@
 """Where a figure was measured, where its results lie, and whether the operation was verified there."""
 
 import json
-import platform
-import subprocess
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels")
 
 
 def slug(device: str) -> str:
@@ -21,32 +16,11 @@ def slug(device: str) -> str:
 
 def stamp(device: torch.device) -> dict[str, Any]:
     """GPU, driver and versions; the same for every record of a run."""
+    from equivalence_tests.harness.report import environment
+
     properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": properties.name,
-        "sms": properties.multi_processor_count,
-        "l2_mib": properties.L2_cache_size / 2**20,
-        "driver": _driver(),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def _driver() -> str | None:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None  # some containers have no nvidia-smi; nothing depends on it
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    chip = {"sms": properties.multi_processor_count, "l2_mib": properties.L2_cache_size / 2**20}
+    return environment("cuda") | chip
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

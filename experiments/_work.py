@@ -4,6 +4,7 @@ Every experiments/<op>.py has
     ROWS      the shapes that bench times, in the order of the tables
     PEERS     {name: maker}: maker() imports what it needs and returns a function with the reference's signature
     NOTES     {implementation: what a reader of its figures must know}
+    row(shape), random_shape(generator)
     compiled(architecture)   the rows that reach every tile configuration of the operation's tables
     FORWARD, BACKWARD        the fusion ladder (experiments/_ladder.py)
 """
@@ -37,6 +38,15 @@ class Call:
     def __post_init__(self) -> None:
         tensors = (*self.args, *self.kwargs.values())
         self.wanted = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Call":
+        """The call with every tensor changed."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        kwargs = {name: changed(value) for name, value in self.kwargs.items()}
+        return Call(tuple(map(changed, self.args)), kwargs, tuple(map(changed, self.cotangents)))
 
     def outputs(self, function: Callable) -> tuple[Tensor, ...]:
         found = function(*self.args, **self.kwargs)

@@ -1,7 +1,7 @@
 """Compile an operation's launches for chips that are not here, and print registers, spills and shared memory.
 
     python -m experiments.compile_check rms_norm [--chip sm_90 …] [--shape 16384×4096 …] [--dtype bf16 …]
-                                        [--kernel NAME …] [--set num_warps=8 …] [--per-kernel N] [--json FILE]
+                                        [--kernel NAME …] [--set num_warps=8 …] [--random N] [--per-kernel N] [--json FILE]
 
 Exit status 0 when every launch compiled without spills and within the chip's shared memory, 1 otherwise, 2 for bad usage.
 Without --shape: the rows that reach every configuration of the operation's tuning tables.
@@ -10,12 +10,12 @@ Without --shape: the rows that reach every configuration of the operation's tuni
 import argparse
 import json
 import os
+import random
 import sys
 from collections import defaultdict
-from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import torch
 
@@ -27,22 +27,18 @@ LINE = (
 )
 
 
-def launches(op: str, rows: list[Row], dtypes: list[str], capability: int) -> list:
-    """What fast.<op> launches, forward and backward, for these rows on a chip of that capability; nothing runs."""
-    from equivalence_tests.harness import compiled, interpreter
-    from fast._triton import launch, tuning
+def launches(rows: list[Row], dtypes: list[str], chip: Any) -> list:
+    """What the rows' functions launch on that chip, forward and backward, each distinct launch once; nothing runs."""
+    from equivalence_tests.harness import compiled
 
     fast = import_module("fast")
-    # CPU tensors stand for CUDA ones, and the chip's capability for that of a device that is not here.
-    stand_ins = ((launch, "interpreting", True), (interpreter, "correct", None), (tuning, "arch", capability))
-    with compiled.recorded() as found, ExitStack() as stack:
-        for module, name, value in stand_ins:
-            stack.enter_context(mock.patch.object(module, name, return_value=value))
+    with compiled.recorded() as found, compiled.pretend(chip):
         for row in rows:
             for dtype in dtypes:
-                call = row.make(DTYPES[dtype], torch.device("cpu"), None)
+                made = row.make(DTYPES[dtype], torch.device("cpu"), None)
+                call = made.each(compiled.on_gpu)
                 call.gradients(call.outputs(getattr(fast, row.function)))
-    return compiled.distinct(found, compiled.CHIPS[f"sm_{capability}"])
+    return compiled.distinct(found, chip)
 
 
 def spread(found: list, limit: int) -> list:
@@ -71,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=INT", help="launch options or constexprs to override"
     )
+    parser.add_argument("--random", type=int, metavar="N", help="N random shapes in place of --shape")
     parser.add_argument(
         "--per-kernel", type=int, help="at most this many configurations of each kernel on each chip"
     )
@@ -83,15 +80,15 @@ def main(argv: list[str] | None = None) -> int:
     module, records, faults = experiment(given.op), [], []
     for name in given.chip:
         chip = compiled.CHIPS[name]
-        rows = (
-            [module.row(shape) for shape in given.shape]
-            if given.shape
-            else list(module.compiled(chip.capability))
-        )
+        if given.random:
+            generator = random.Random(0)
+            rows = [module.row(module.random_shape(generator)) for _ in range(given.random)]
+        elif given.shape:
+            rows = [module.row(shape) for shape in given.shape]
+        else:
+            rows = list(module.compiled(chip.capability))
         found = [
-            x
-            for x in launches(given.op, rows, given.dtype, chip.capability)
-            if given.kernel is None or x.name in given.kernel
+            x for x in launches(rows, given.dtype, chip) if given.kernel is None or x.name in given.kernel
         ]
         for launch in spread(found, given.per_kernel) if given.per_kernel else found:
             launch = launch.with_options(**override)

@@ -95,11 +95,20 @@ def verified(records: list[Record], op: str) -> str:
     found = [r for r in records if r.get("operation") == op and "verdict" in r]
     if not found:
         return ""
-    rows = [[str(r.get(field, "")) for field in ("function", "dtype", "cases", "verdict")] for r in found]
-    for row, r in zip(rows, found, strict=True):
-        row.insert(3, f"{r['worst_error_over_bound']:.2f}")
-        row.insert(4, f"{r['worst_error_over_reference']:.2f}")
-    head = ["function", "dtype", "cases", "worst error ÷ bound", "÷ the reference's in that dtype", "verdict"]
+    head = [
+        "function",
+        "dtype",
+        "cases",
+        "worst error ÷ bound",
+        "÷ the reference's",
+        "mutants killed",
+        "verdict",
+    ]
+    rows = []
+    for r in found:
+        worst = f"{r['worst_over_bound']:.3f}", f"{r['worst_over_reference']:.3f}"
+        mutants = f"{r['mutants_killed']}/{r['mutants_total']}"
+        rows.append([r["function"], r["dtype"], str(r["cases"]), *worst, mutants, r["verdict"]])
     return "\n".join([f"On {_where(found[0])}", "", *_table(head, rows), ""])
 
 
@@ -155,8 +164,8 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
 
 def _where(record: Record) -> str:
     environment = record["environment"]
-    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
-    return ", ".join(filter(None, (environment["device"], packages, environment.get("date"))))
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    return ", ".join(filter(None, (environment["device"], packages, environment["date"][:10])))
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

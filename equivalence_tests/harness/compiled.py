@@ -2,7 +2,8 @@
 
 `recorded()` stands where launches happen and keeps each one instead of running it, specialised exactly as Triton's own launch
 would be (16-byte aligned pointers, sizes divisible by 16, ones folded); `build` then takes it down to a cubin for a named chip.
-Neither touches a device, so CPU tensors of any size do; both need a process without TRITON_INTERPRET.
+Neither touches a device: `pretend(chip)` lets an operation choose as it would on that chip, given CPU tensors that say, by
+`on_gpu`, that they are on one. All need a process without TRITON_INTERPRET.
 """
 
 import contextlib
@@ -10,12 +11,19 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from fast._triton import device as device_facts
 
 REGISTERS_PER_SM, WARPS_PER_SM = 65536, {80: 64, 86: 48, 89: 48, 90: 64}
 
@@ -68,7 +76,8 @@ class Launch:
         options, signature, constexprs, attrs = self.kernel._pack_args(
             backend, given, bound, specialization, extra
         )
-        source = ASTSource(self.kernel, signature, constexprs, attrs)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, signature, constexprs, attrs)
         return (
             source,
             options.__dict__,
@@ -155,6 +164,38 @@ def recorded() -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
+class _OnGpu(torch.Tensor):
+    """CPU memory that nobody touches, and a device that is not here."""
+
+    device = property(lambda _: torch.device("cuda", 0))
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    """A leaf with the tensor's memory, layout and requires_grad that says it is on a GPU; what is made from it says so, too."""
+    return tensor.detach().as_subclass(_OnGpu).requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def pretend(chip: Chip) -> Iterator[None]:
+    """Make torch.cuda describe that chip, with an H200's number of SMs."""
+    properties = SimpleNamespace(
+        multi_processor_count=132, major=chip.capability // 10, minor=chip.capability % 10
+    )
+    stand_ins = {
+        "get_device_capability": lambda *_: divmod(chip.capability, 10),
+        "get_device_properties": lambda *_: properties,
+        "device": lambda *_: contextlib.nullcontext(),
+    }
+    remembered = [value for value in vars(device_facts).values() if hasattr(value, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for name, value in stand_ins.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for fact in remembered:
+            fact.cache_clear()
+            stack.callback(fact.cache_clear)
+        yield
+
+
 def build(launch: Launch, chip: Chip) -> Compiled:
     """Compile for the chip and read ptxas's resource report. Raises what Triton raises when it does not compile."""
     source, options, _ = launch.source(chip)
@@ -173,7 +214,7 @@ def build(launch: Launch, chip: Chip) -> Compiled:
         stack=_reported(r"(\d+) bytes stack frame", report),
         shared=kernel.metadata.shared,
         wgmma="wgmma" in kernel.asm["ptx"],
-        dots=tuple(re.findall(r"tt\.dot .*", kernel.asm["ttir"])),
+        dots=tuple(re.findall(r"tt\.dot .*", kernel.asm.get("ttir", ""))),  # Gluon starts below it
     )
 
 
