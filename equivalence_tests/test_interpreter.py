@@ -159,11 +159,10 @@ def test_constants_scalars_and_casts():
     y = torch.full((8, N), torch.nan, dtype=BF16)
     _constants[(1,)](x, y, scale, N)
     x = torch.cat([x[:-1], torch.tensor([3.14159]).to(BF16)])
-    offs, scale = (
-        torch.arange(N).to(BF16),
-        torch.tensor(scale).to(BF16),
-    )  # Triton: a scalar takes the tensor's dtype
-    wants = [x + 1, torch.full((N,), 3.14159).to(BF16), x, x * scale, (x.float() / 3).to(BF16), offs * 129]
+    offs = torch.arange(N).to(BF16)
+    # Only a literal or a constexpr takes the block's dtype; a run-time float is an fp32 scalar, and promotes.
+    scaled = (x.float() * torch.tensor(scale)).to(BF16)
+    wants = [x + 1, torch.full((N,), 3.14159).to(BF16), x, scaled, (x.float() / 3).to(BF16), offs * 129]
     wants += [(x > 1).to(BF16) + (x < 2).to(BF16), x.sort().values]
     for got, want in zip(y, wants, strict=True):
         assert torch.equal(got, want)

@@ -88,6 +88,7 @@ def _patch() -> None:
         GridExecutor.__call__,
         triton_interpreter._patch_lang_tensor,
     )
+    convert = triton_interpreter._implicit_cvt
     reduce_sum, cumsum, cumprod = ReduceOps.sum, ScanOps.cumsum, ScanOps.cumprod
 
     def make_handle(self: TensorHandle) -> None:
@@ -228,6 +229,12 @@ def _patch() -> None:
         with np.errstate(all="ignore"):  # a GPU says nothing when a value overflows
             return run_grid(self, *args, **kwargs)
 
+    def convert_argument(argument: Any) -> Any:
+        # A compiled kernel gets a Python float as an fp32 scalar, which has a dtype and methods (`eps.to(…)`).
+        if isinstance(argument, float):
+            return tl.tensor(TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
+        return convert(argument)
+
     def patch_tensor_class(tensor: type, scope: Any) -> None:
         patch_tensor(tensor, scope)
         # Triton 3.6 says int(array of one element), which numpy ≥ 2.4 refuses: every loop with a run-time bound.
@@ -238,6 +245,7 @@ def _patch() -> None:
         data, tl.float32 if _is_bf16(ty) else ty
     )
     triton_interpreter._patch_lang_tensor = patch_tensor_class
+    triton_interpreter._implicit_cvt = convert_argument
     TensorHandle.__post_init__ = make_handle
     GridExecutor.__call__ = call_grid
     ReduceOps.sum, ScanOps.cumsum, ScanOps.cumprod = (
