@@ -33,7 +33,7 @@ from torch.autograd import Function
 from fast._rms_norm_columns import _rms_norm_bwd_dot, _rms_norm_fwd_columns, gain, inverse_rms, scaled
 from fast._rms_norm_ring import _rms_norm_bwd_ring, _rms_norm_fwd_ring
 from fast._triton.device import has_gluon, num_sms, shared_memory
-from fast._triton.launch import check_supported, launch
+from fast._triton.launch import cdiv, check_supported, launch
 from fast._triton.registration import define
 from fast._triton.rows import RowView, as_rows, row_offsets
 from fast._triton.tuning import Config, Table, config
@@ -75,8 +75,8 @@ FWD_RING = Table(
     {
         80: [
             (16384, None),
-            (32768, config(BLOCK_N=4096, HELD=4, num_warps=16)),
-            (65536, config(BLOCK_N=8192, HELD=0, num_warps=16)),
+            (32768, config(BLOCK_N=4096, HELD=2, num_warps=16)),
+            (65536, config(BLOCK_N=8192, HELD=1, num_warps=32)),
             (131072, None),
         ]
     },
@@ -248,7 +248,7 @@ def rms_norm_fwd(
     tile = (FWD_ODD if N % 16 else FWD).pick(N, device)
     rs = xs if residual is None else as_rows(residual)
     whole = tile["BLOCK_N"] >= N
-    kernel, grid = (_rms_norm_fwd, triton.cdiv(M, tile["BLOCK_M"])) if whole else (_rms_norm_fwd_columns, M)
+    kernel, grid = (_rms_norm_fwd, cdiv(M, tile["BLOCK_M"])) if whole else (_rms_norm_fwd_columns, M)
     launch(
         kernel, (grid,), device,
         xs.tensor, xs.outer_stride, xs.inner_stride,
@@ -293,8 +293,8 @@ def rms_norm_bwd(
     if outputs == (None, None) and dw_dtype is db_dtype is None:
         return grads
     tile = _fit((BWD_ODD if N % 16 else BWD).pick(N, device), device, dy, s, ds)
-    columns = triton.cdiv(N, tile["BLOCK_N"])
-    programs = min(triton.cdiv(M, tile["BLOCK_M"]), triton.cdiv(num_sms(device), columns))
+    columns = cdiv(N, tile["BLOCK_N"])
+    programs = min(cdiv(M, tile["BLOCK_M"]), cdiv(num_sms(device), columns))
     partials = _partial(dw_dtype, programs, rstd, N), _partial(db_dtype, programs, rstd, N)
     c = None if columns == 1 or outputs == (None, None) else _dot(ys, xs, weight, rstd, N, offset)
     ss = xs if ds is None else as_rows(ds)
@@ -318,7 +318,7 @@ def _sum_partials(partial: Tensor | None, out: Tensor) -> None:
     if partial is not None:
         P, N = partial.shape
         tile = BWD_SUM.pick(N, out.device)
-        launch(_rms_norm_bwd_sum, (triton.cdiv(N, tile["BLOCK_N"]),), out.device, partial, out, P, N, **tile.options)
+        launch(_rms_norm_bwd_sum, (cdiv(N, tile["BLOCK_N"]),), out.device, partial, out, P, N, **tile.options)
 
 
 def _dot(ys: RowView, xs: RowView, weight: Tensor | None, rstd: Tensor, N: int, offset: float) -> Tensor:
@@ -339,7 +339,7 @@ def _ring(tile: Config | None, N: int, *streamed: Tensor) -> Config | None:
     """
     if tile is None or N % 16 or not has_gluon():
         return None
-    chunks = triton.cdiv(N, tile["BLOCK_N"])
+    chunks = cdiv(N, tile["BLOCK_N"])
     fits = chunks * tile["BLOCK_N"] * sum(t.element_size() for t in streamed) <= shared_memory(streamed[0].device) - 1024
     return tile.replace(CHUNKS=chunks) if fits else None
 
@@ -384,7 +384,14 @@ _bwd_op = define(
 class _RMSNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        offset: float,
+        casting: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, s, rstd = _fwd_op(x, weight, bias, residual, eps, offset, casting)
         ctx.set_materialize_grads(False)
@@ -409,7 +416,8 @@ class _RMSNorm(Function):
             bias.dtype if need_b else None,
         )  # fmt: skip
         # x and residual enter by their sum only: of one dtype, they share one gradient tensor.
-        return dx if need_x else None, dw if need_w else None, db if need_b else None, (dx if same else dres) if need_res else None, *[None] * 3
+        grads = (dx, need_x), (dw, need_w), (db, need_b), (dx if same else dres, need_res)
+        return *(grad if needed else None for grad, needed in grads), None, None, None
 
 
 def _differentiable_backward(ctx: Any, dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, bias: Tensor | None):
@@ -438,4 +446,8 @@ def rms_norm(
     """
     check_rms_norm(x, weight, bias, residual, eps, weight_offset, casting)
     check_supported("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
-    return _RMSNorm.apply(x, weight, bias, residual, float(eps), float(weight_offset), casting)
+    call = (x, weight, bias, residual, float(eps), float(weight_offset), casting)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(*call)
+    y, s, _ = _fwd_op(*call)
+    return y if residual is None else (y, s)

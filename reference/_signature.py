@@ -54,7 +54,10 @@ def check(function: str, dims: dict[str, tuple[Tensor | None, str]]) -> dict[str
                 f"{function}: {name} is on {tensor.device}, but {first[0]} is on {first[1]}; all must be on one device"
             )
         if not _fits(tensor.shape, shape.split(), sizes):
-            wanted = ", ".join(f"{word}={sizes[word]}" if word in sizes else word for word in shape.split())
+            wanted = ", ".join(
+                f"{word}={sizes[word]}" if word in sizes and word != "*" else word for word in shape.split()
+            )
+            wanted = wanted.replace("*", ", ".join(map(str, sizes["*"])) or "*") if "*" in sizes else wanted
             raise ValueError(f"{function}: {name} must have shape [{wanted}], got {list(tensor.shape)}")
     return sizes
 

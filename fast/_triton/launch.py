@@ -36,6 +36,11 @@ def check_supported(function: str, **tensors: Tensor | None) -> None:
             )
 
 
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉; triton.cdiv is made for kernels and takes microseconds on the host."""
+    return -(-a // b)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
     """Run the kernel on the tensors' device, which need not be the current one."""
     if device.type == "cpu":
