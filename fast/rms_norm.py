@@ -32,7 +32,7 @@ from torch.autograd import Function
 
 from fast._rms_norm_columns import _rms_norm_bwd_dot, _rms_norm_fwd_columns, gain, inverse_rms, scaled
 from fast._rms_norm_ring import _rms_norm_bwd_ring, _rms_norm_fwd_ring
-from fast._triton.device import has_gluon, num_sms, shared_memory
+from fast._triton.device import interpreting, num_sms, shared_memory
 from fast._triton.launch import cdiv, check_supported, launch
 from fast._triton.registration import define
 from fast._triton.rows import RowView, as_rows, row_offsets
@@ -337,7 +337,7 @@ def _ring(tile: Config | None, N: int, *streamed: Tensor) -> Config | None:
 
     A copy is 16 bytes, so N must be a multiple of 16 elements.
     """
-    if tile is None or N % 16 or not has_gluon():
+    if tile is None or N % 16 or interpreting():
         return None
     chunks = cdiv(N, tile["BLOCK_N"])
     fits = chunks * tile["BLOCK_N"] * sum(t.element_size() for t in streamed) <= shared_memory(streamed[0].device) - 1024

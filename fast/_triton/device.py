@@ -5,6 +5,9 @@ from functools import lru_cache
 import torch
 import triton
 
+# A constant, because torch.compile cannot trace the look-up.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
 
 @lru_cache
 def arch(device: torch.device) -> int:
@@ -26,6 +29,6 @@ def shared_memory(device: torch.device) -> int:
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}.get(arch(device), 101376)
 
 
-def has_gluon() -> bool:
-    """Whether Gluon kernels run here: Triton's interpreter does not know them."""
-    return not triton.knobs.runtime.interpret
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before triton was imported); it does not know Gluon."""
+    return _INTERPRETED

@@ -4,15 +4,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from fast._triton.device import interpreting
+
 SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before triton was imported)."""
-    return triton.knobs.runtime.interpret
 
 
 def check_supported(function: str, **tensors: Tensor | None) -> None:
