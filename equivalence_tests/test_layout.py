@@ -270,7 +270,7 @@ def test_the_readme_example_gets_the_verdict_it_promises(
     (example,) = README_EXAMPLE.findall((ROOT / "README.md").read_text())
     assert right in example
     (tmp_path / "my_norm.py").write_text(example.replace(right, wrong) if right else example)
-    options = "rms_norm --impl my_norm:rms_norm --dtype bf16 --profile ci".split()
+    options = ["rms_norm", "--impl", "my_norm:rms_norm", "--dtype", "bf16", "--profile", "ci"]
     command = [sys.executable, "-m", "equivalence_tests", *options]
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
