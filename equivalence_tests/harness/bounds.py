@@ -93,8 +93,8 @@ class Wrong:
     bound: float
 
     def __str__(self) -> str:
-        error = abs(self.got - self.truth)
-        return f"element {list(self.index)}: truth {self.truth:.9g}, got {self.got:.9g}, error {error:.3g}, allowed {self.bound:.3g}"
+        at, error = list(self.index), abs(self.got - self.truth)
+        return f"element {at}: truth {self.truth:.9g}, got {self.got:.9g}, error {error:.3g}, allowed {self.bound:.3g}"
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from rich.console import Console
 
 from equivalence_tests.harness import failures, interpreter, peers, report, runner
 from equivalence_tests.harness.cases import DTYPES
-from equivalence_tests.harness.operations import Operation, operation, operations
+from equivalence_tests.harness.mutants import Mutant, shared
+from equivalence_tests.harness.operations import Operation, operation, operations, suite
 from equivalence_tests.harness.oracle import Judgement
 from equivalence_tests.harness.result import Job, Result
-from equivalence_tests.harness.strategies import PROFILES
+from equivalence_tests.harness.strategies import PROFILES, Profile
 from equivalence_tests.harness.usage import UsageError
 
 
@@ -44,13 +45,24 @@ def _jobs(given: argparse.Namespace, device: str) -> list[Job]:
     dtypes = given.dtype or list(DTYPES)
     if unknown := [d for d in dtypes if d not in DTYPES]:
         raise UsageError(f"--dtype must be some of {', '.join(DTYPES)}, got {', '.join(unknown)}")
-    profile = PROFILES[given.profile]
+    profile, dtypes = PROFILES[given.profile], list(dict.fromkeys(dtypes))
     functions = [(operation, peers.implementation(impl, operation)) for operation in chosen]
     return [
-        Job(operation, dtype, impl, function, device, profile, given.seed, given.mutants)
+        Job(operation, dtype, impl, function, device, profile, given.seed, planted[dtype])
         for operation, function in functions
-        for dtype in dict.fromkeys(dtypes)
+        for planted in (_mutants(given, operation, dtypes, profile),)
+        for dtype in dtypes
     ]
+
+
+def _mutants(
+    given: argparse.Namespace, operation: Operation, dtypes: list[str], profile: Profile
+) -> dict[str, tuple[Mutant, ...]]:
+    """The bugs to plant, by dtype. They live in fast.<op>, so there are none for another implementation."""
+    known = (
+        getattr(suite(operation.op), "MUTANTS", ()) if given.mutants and given.impl in (None, "fast") else ()
+    )
+    return shared(known, dtypes, profile.thorough)
 
 
 def _operations(names: list[str]) -> list[Operation]:

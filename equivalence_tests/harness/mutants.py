@@ -6,9 +6,10 @@ import inspect
 import linecache
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -61,15 +62,34 @@ def planted(mutant: Mutant) -> Iterator[None]:
 def killed(
     mutant: Mutant, impl: Callable, cases: Iterable[Case], device: str
 ) -> tuple[bool, str, Case | None]:
-    """Whether a case refuses the bug; what it says, and the case. A mutant that only raises is an error of its author."""
+    """Whether a case refuses the bug; what it says, and the case. The quickest cases first; what shows only from run to run is
+    looked for when all else has passed. A mutant that only raises is an error of its author: ValueError."""
+    ordered = sorted(cases, key=_effort)
     with planted(mutant):
-        for case in cases:
-            judgement = judge(Sample.of_case(case, device), impl)
-            if judgement.kinds == {"error"}:
-                raise ValueError(f"mutant {mutant.name!r} does not run: {_reason(judgement)}")
-            if not judgement.ok:
-                return True, _reason(judgement), case
+        for again in (False, True):
+            for case in ordered:
+                judgement = judge(Sample.of_case(case, device), impl, again=again)
+                if judgement.kinds == {"error"}:
+                    raise ValueError(f"mutant {mutant.name!r} does not run: {_reason(judgement)}")
+                if not judgement.ok:
+                    return True, _reason(judgement), case
     return False, "", None
+
+
+def shared(mutants: Sequence[Mutant], dtypes: Sequence[str], each: bool) -> dict[str, tuple[Mutant, ...]]:
+    """Which mutants are planted in which dtype: each in every one that it is a bug in, or else in one of them, in turn."""
+    found: dict[str, list[Mutant]] = {dtype: [] for dtype in dtypes}
+    for i, mutant in enumerate(mutants):
+        possible = [dtype for dtype in dtypes if dtype in mutant.dtypes]
+        for dtype in possible if each else possible[i % max(1, len(possible)) :][:1]:
+            found[dtype].append(mutant)
+    return {dtype: tuple(those) for dtype, those in found.items()}
+
+
+def _effort(case: Case) -> float:
+    """Elements of the largest tensor, for each tensor given: many tensors reach more of the code."""
+    sizes = [prod(size) if word == "*" else size for word, size in case.sizes]
+    return (prod(sizes) or 1e9) / sum(spec is not None for _, spec in case.tensors)
 
 
 def _reason(judgement: Judgement) -> str:

@@ -90,7 +90,7 @@ def operation(function: str) -> Operation:
     return found
 
 
-def tests(op: str) -> ModuleType | None:
+def suite(op: str) -> ModuleType | None:
     """equivalence_tests/test_<op>.py, which holds the operation's EXAMPLES, MUTANTS and real_sites; None without that file."""
     name = f"equivalence_tests.test_{op}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None

@@ -75,7 +75,8 @@ class Judgement:
         return {f.kind for f in self.findings}
 
     def add(self, kind: str, text: str) -> None:
-        self.findings.append(Finding(kind, text))
+        if Finding(kind, text) not in self.findings:
+            self.findings.append(Finding(kind, text))
 
 
 @dataclass(frozen=True)
@@ -155,36 +156,38 @@ class Run:
         )
 
 
-def judge(sample: Sample, impl: Callable) -> Judgement:
-    """Run `impl` on the sample and say what is wrong with it. Exceptions of `impl` are findings, except Unsupported."""
-    judgement, everything = Judgement(), tuple(sample.tensors)
-    definition = sample.operation.definition
-    truth, baseline = Run(definition, sample, everything, torch.float64), Run(definition, sample, everything)
-    tensors = [
-        *sample.tensors.items(),
-        *_named("cotangent", sample.cotangents),
-        *_named("other cotangent", sample.others),
-    ]
-    watch = Watch(tensors)
+def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
+    """Run `impl` on the sample and say what is wrong with it. Exceptions of `impl` are findings, except Unsupported.
+
+    again: run it a second time, and with fewer gradients, for what shows only then.
+    """
+    judgement, everything, definition = Judgement(), tuple(sample.tensors), sample.operation.definition
+    named = [*_named("cotangent", sample.cotangents), *_named("other cotangent", sample.others)]
+    watch = Watch([*sample.tensors.items(), *named])
     try:
         with tiles.forced(sample.operation.op, sample.config):
             with poisoned(), _instruments(judgement):
                 first = Run(impl, sample, everything)
-                if _structure(judgement, sample, first, baseline):
-                    grads = first.backward(sample.cotangents)
-                    again, third = first.backward(sample.cotangents), first.backward(sample.others)
+                _writes(judgement, watch)
+                baseline = Run(definition, sample, everything)
+                if not _structure(judgement, first, baseline):
+                    return judgement
+                grads = first.backward(sample.cotangents)
+                again, third = first.backward(sample.cotangents), first.backward(sample.others)
                 _synchronize(sample.device)
-            if judgement.kinds & {"output"}:
-                return judgement
-            _rerun(judgement, sample, impl, first, grads)
+            _writes(judgement, watch, first.saved)
+            if again:
+                _rerun(judgement, sample, impl, first, grads)
+                _writes(judgement, watch)
     except Unsupported as reason:
         return Judgement(unsupported=str(reason))
     except Exception as error:
         judgement.add("error", f"{type(error).__name__}: {error}")
         return judgement
-    names = _values(judgement, sample, first, truth, baseline)
-    _gradients(judgement, sample, names, (grads, again, third), truth, baseline)
-    _writes(judgement, watch, first.saved)
+    truth = Run(definition, sample, everything, torch.float64)
+    _values(judgement, sample, first, truth, baseline)
+    _gradients(judgement, sample, (grads, again, third), truth, baseline)
+    judgement.findings.sort(key=lambda finding: list(KINDS).index(finding.kind))
     return judgement
 
 
@@ -267,7 +270,7 @@ def _same(
             judgement.add(kind, f"the gradient of {name} has other bits {asked}")
 
 
-def _structure(judgement: Judgement, sample: Sample, run: Run, baseline: Run) -> bool:
+def _structure(judgement: Judgement, run: Run, baseline: Run) -> bool:
     """Number, shape, dtype and device of the outputs are the reference's."""
     got, wanted = ([_words(o) for o in r.outputs] for r in (run, baseline))
     if got != wanted:
@@ -275,23 +278,20 @@ def _structure(judgement: Judgement, sample: Sample, run: Run, baseline: Run) ->
     return got == wanted
 
 
-def _values(judgement: Judgement, sample: Sample, run: Run, truth: Run, baseline: Run) -> list[str]:
-    """Judge the outputs; returns their names."""
+def _values(judgement: Judgement, sample: Sample, run: Run, truth: Run, baseline: Run) -> None:
     terms = _terms(sample, sample.cotangents, truth)
     gradients = {f"d{a.name}" for a in sample.operation.tensors}
     names = [name for name in terms if name not in gradients]
-    for i, name in enumerate(names):
-        verdict = compare(name, run.outputs[i], truth.outputs[i].detach(), baseline.outputs[i], terms[name])
+    for name, got, exact, working in zip(names, run.outputs, truth.outputs, baseline.outputs, strict=True):
+        verdict = compare(name, got, exact.detach(), working, terms[name])
         judgement.verdicts[name] = verdict
         if not verdict.ok:
             judgement.add("values" if verdict.wrong else "normwise", str(verdict))
-    return names
 
 
 def _gradients(
     judgement: Judgement,
     sample: Sample,
-    names: list[str],
     got: tuple[dict, dict, dict],
     truth: Run,
     baseline: Run,
@@ -332,13 +332,14 @@ def _gradients(
                 judgement.add(kind if verdict.wrong else "normwise", str(verdict))
 
 
-def _writes(judgement: Judgement, watch: Watch, saved: Saved) -> None:
-    for name, own in watch.changes():
+def _writes(judgement: Judgement, watch: Watch, saved: Saved | None = None) -> None:
+    """What was written that must not be. It is restored, so that the rest is judged on the numbers that were given."""
+    for name, own in watch.undo():
         if not own:
             judgement.add("guard written", f"the memory around {name} changed")
         else:
             judgement.add("cotangent written" if "cotangent" in name else "input written", f"{name} changed")
-    for words in saved.changed():
+    for words in saved.changed() if saved else ():
         judgement.add("saved written", f"a saved {words} changed")
 
 

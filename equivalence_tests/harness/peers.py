@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from equivalence_tests.harness.interpreter import interpreting
 from equivalence_tests.harness.operations import Operation
 from equivalence_tests.harness.oracle import Unsupported
 from equivalence_tests.harness.usage import UsageError
@@ -74,34 +77,42 @@ def hand_derived(operation: Operation) -> Callable:
     return function
 
 
-def _only(**options: tuple[Any, Any]) -> None:
-    """Raise Unsupported for the first option that is not what the peer does: name=(given, what it does)."""
-    for name, (given, does) in options.items():
-        if given is not does and given != does:
-            raise Unsupported(f"{name}={does!r} only")
+def _refuse(**given: Tensor | None) -> None:
+    """Raise Unsupported for the first tensor that is given."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise Unsupported(f"a {name}")
+
+
+@triton.jit
+def _rsqrt(x):
+    return tl.rsqrt(x)
 
 
 def _torch_rms_norm(
     x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"
 ):
-    _only(
-        bias=(bias is None, True),
-        residual=(residual is None, True),
-        weight_offset=(weight_offset, 0.0),
-        casting=(casting, "gemma"),
-    )
+    _refuse(bias=bias, residual=residual)
+    if weight_offset:
+        raise Unsupported("a weight_offset")
+    if casting != "gemma":
+        raise Unsupported('casting="llama"')
     if weight is not None and weight.dtype != x.dtype:
-        raise Unsupported("one dtype only")
+        raise Unsupported("a weight of another dtype than x")
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _liger_rms_norm(
     x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"
 ):
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops import rms_norm as liger
 
-    _only(bias=(bias is None, True), residual=(residual is None, True), weight=(weight is None, False))
-    return LigerRMSNormFunction.apply(x, weight, eps, weight_offset, casting, False)
+    _refuse(bias=bias, residual=residual)
+    if weight is None:
+        raise Unsupported("no weight")
+    if interpreting():
+        liger.rsqrt = _rsqrt  # theirs is libdevice's, which the interpreter lacks
+    return liger.LigerRMSNormFunction.apply(x, weight, eps, weight_offset, casting, False)
 
 
 def _transformers_rms_norm(
@@ -110,8 +121,11 @@ def _transformers_rms_norm(
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    _only(bias=(bias is None, True), residual=(residual is None, True), weight=(weight is None, False))
-    _only(weight_offset=(weight_offset, 0.0 if casting == "llama" else 1.0))
+    _refuse(bias=bias, residual=residual)
+    if weight is None:
+        raise Unsupported("no weight")
+    if weight_offset != (0.0 if casting == "llama" else 1.0):
+        raise Unsupported(f"casting={casting!r} with weight_offset={weight_offset}")
     module = LlamaRMSNorm(1, eps) if casting == "llama" else GemmaRMSNorm(1, eps)
     return torch.func.functional_call(module, {"weight": weight}, (x,))
 

@@ -39,14 +39,14 @@ class Watch:
     def __init__(self, tensors: Iterable[tuple[str, Tensor | None]]):
         self._kept = [(name, t, storage(t).clone()) for name, t in tensors if t is not None]
 
-    def changes(self) -> Iterator[tuple[str, bool]]:
-        """(name, whether the tensor's own elements changed, rather than only the memory around them)."""
+    def undo(self) -> Iterator[tuple[str, bool]]:
+        """Restore what changed: (name, whether the tensor's own elements did, rather than only the memory around them)."""
         for name, tensor, before in self._kept:
             if not torch.equal(storage(tensor), before):
-                own = before.view(tensor.dtype).as_strided(
-                    tensor.shape, tensor.stride(), tensor.storage_offset()
-                )
-                yield name, not torch.equal(bits(own), bits(tensor))
+                place = tensor.shape, tensor.stride(), tensor.storage_offset()
+                changed = not torch.equal(bits(before.view(tensor.dtype).as_strided(*place)), bits(tensor))
+                storage(tensor).copy_(before)
+                yield name, changed
 
 
 class Saved:

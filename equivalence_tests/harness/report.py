@@ -120,8 +120,6 @@ def row(record: dict[str, Any]) -> list[str]:
     """The cells of the table, in the order of COLUMNS."""
     texts = {
         **record,
-        "cases": f"{record['cases']}"
-        + (f" ({sum(record['unsupported'].values())} unsupported)" if record["unsupported"] else ""),
         "worst_over_bound": f"{record['worst_over_bound']:.3f}",
         "worst_over_reference": f"{record['worst_over_reference']:.3f}",
         "mutants": f"{record['mutants_killed']}/{record['mutants_total']}"

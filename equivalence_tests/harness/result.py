@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from equivalence_tests.harness.bounds import LARGE, NOTHING, Norms
 from equivalence_tests.harness.failures import Failure
+from equivalence_tests.harness.mutants import Mutant
 from equivalence_tests.harness.operations import Operation
 from equivalence_tests.harness.oracle import Judgement
 from equivalence_tests.harness.strategies import Profile
@@ -31,7 +32,7 @@ class Job:
     device: str
     profile: Profile
     seed: int = 0
-    mutants: bool = False
+    mutants: tuple[Mutant, ...] = ()
 
     @property
     def tuned(self) -> bool:

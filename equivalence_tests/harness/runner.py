@@ -8,8 +8,8 @@ from typing import Any
 from equivalence_tests.harness import failures
 from equivalence_tests.harness.cases import DTYPES, Case, Spec, example
 from equivalence_tests.harness.failures import Failure
-from equivalence_tests.harness.mutants import Mutant, killed
-from equivalence_tests.harness.operations import operation, tests
+from equivalence_tests.harness.mutants import killed
+from equivalence_tests.harness.operations import operation, suite
 from equivalence_tests.harness.oracle import Judgement, Sample, judge, subsets
 from equivalence_tests.harness.result import Job, Result
 from equivalence_tests.harness.shrink import shrink
@@ -25,7 +25,7 @@ Advance = Callable[[str], Any]
 
 def steps(job: Job) -> int:
     """How often `run` will call `advance`."""
-    return len(examples(job)) + job.profile.examples + 1 + _has_real(job) + len(mutants(job))
+    return len(examples(job)) + job.profile.examples + 1 + _has_real(job) + len(job.mutants)
 
 
 def run(job: Job, advance: Advance = lambda text: None) -> Result:
@@ -53,10 +53,8 @@ def run(job: Job, advance: Advance = lambda text: None) -> Result:
         _real(result)
         advance("real tensors")
     _together(result)
-    for mutant in mutants(job):
-        # Cases with many tensors first: they reach more of the code.
-        ordered = sorted(cases, key=lambda c: -sum(spec is not None for _, spec in c.tensors))
-        dead, _, _ = killed(mutant, job.function, ordered, job.device)
+    for mutant in job.mutants:
+        dead, _, _ = killed(mutant, job.function, cases, job.device)
         (result.killed if dead else result.survived).append(mutant.name)
         advance("mutants")
     result.seconds = time.monotonic() - start
@@ -65,18 +63,11 @@ def run(job: Job, advance: Advance = lambda text: None) -> Result:
 
 def examples(job: Job) -> list[Case]:
     """The operation's own cases in the job's dtype: EXAMPLES of its test file, on a GPU at full size GPU_EXAMPLES too."""
-    module = tests(job.operation.op)
+    module = suite(job.operation.op)
     given = list(getattr(module, "EXAMPLES", ()))
-    if job.profile.gpu_examples and job.device == "cuda":
+    if job.profile.thorough and job.device == "cuda":
         given += getattr(module, "GPU_EXAMPLES", ())
     return [c for c in given if c.function == job.operation.function and c.dtype == job.dtype]
-
-
-def mutants(job: Job) -> list[Mutant]:
-    """The operation's MUTANTS in the job's dtype; they live in fast.<op>, so there are none for another implementation."""
-    if not job.mutants or not job.tuned:
-        return []
-    return [m for m in getattr(tests(job.operation.op), "MUTANTS", ()) if job.dtype in m.dtypes]
 
 
 def small(job: Job) -> Case:
@@ -143,7 +134,7 @@ def _subsets(result: Result) -> None:
 
 
 def _has_real(job: Job) -> bool:
-    return job.profile.real and hasattr(tests(job.operation.op), "real_sites")
+    return job.profile.real and hasattr(suite(job.operation.op), "real_sites")
 
 
 def _real_samples(job: Job) -> list[tuple[str, Sample]]:

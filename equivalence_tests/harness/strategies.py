@@ -1,7 +1,7 @@
 """Draws cases from an operation's annotated signature: for hypothesis (`cases`), or from a seed (`sample`)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ class Profile:
     """How much is tried.
 
     examples: drawn cases per function and dtype. size: largest size of one dim. elements: of the largest tensor, about.
+    thorough: real sizes too (on a GPU), and each mutant in every dtype. real: tensors of a real model.
     rows: largest product of leading dims where the kernel may take one program for each row.
     """
 
@@ -28,7 +29,7 @@ class Profile:
     size: int
     elements: int
     rows: int
-    gpu_examples: bool = False
+    thorough: bool = False
     real: bool = True
 
 
@@ -37,8 +38,8 @@ PROFILES = {
     for p in (
         Profile("quick", examples=24, rows=17, size=257, elements=2**13),
         Profile("ci", examples=20, rows=17, size=257, elements=2**13, real=False),
-        Profile("gpu", examples=200, rows=2**16, size=16384, elements=2**22, gpu_examples=True),
-        Profile("deep", examples=400, rows=65, size=2049, elements=2**15),
+        Profile("gpu", examples=200, rows=2**16, size=16384, elements=2**22, thorough=True),
+        Profile("deep", examples=400, rows=65, size=2049, elements=2**15, thorough=True),
     )
 }
 # The simplest first, because hypothesis shrinks towards it: odd sizes, and powers of two with their neighbours.
@@ -60,20 +61,18 @@ def cases(function: Operation, dtype: str, profile: Profile, configs: bool = Tru
 def sample(
     function: Operation, dtype: str, profile: Profile, seed: int, configs: bool = True
 ) -> Iterator[Case]:
-    """Cases without end, independent of each other (hypothesis' own generation repeats and varies a few)."""
+    """Cases without end, independent of each other (hypothesis' own generation repeats and varies a few).
+
+    Tile configurations, and layouts of the first tensor, come in turn rather than at random, so that few cases see them all.
+    """
     numbers = list(range(tiles.count(function.op) if configs else 0))
     Random(f"{seed} {function} {dtype}").shuffle(numbers)
     for i in count():
-        # In turn rather than at random, so that few examples suffice to see every configuration; each fourth has none forced.
         number = numbers[(i - i // 4) % len(numbers)] if numbers and i % 4 < 3 else None
-        yield draw(
-            Random(f"{seed} {function} {dtype} {i}"),
-            function,
-            dtype,
-            profile,
-            number,
-            not configs or number is not None,
-        )
+        few_rows = not configs or number is not None
+        case = draw(Random(f"{seed} {function} {dtype} {i}"), function, dtype, profile, number, few_rows)
+        (name, spec), *others = case.tensors
+        yield case.replace(tensors=((name, replace(spec, layout=DRAWN[i % len(DRAWN)])), *others))
 
 
 def draw(
@@ -84,7 +83,7 @@ def draw(
     config: int | None,
     few_rows: bool = True,
 ) -> Case:
-    """One case with the given tile configuration; `random` decides the rest."""
+    """One case with the given tile configuration, and with profile.rows rows at most if few_rows; `random` decides the rest."""
     sizes = _sizes(random, function, profile, profile.rows if few_rows else profile.elements)
     tensors = {a.name: _tensor(random, a, dtype) for a in function.tensors}
     given = [name for name, spec in tensors.items() if spec]
@@ -121,8 +120,11 @@ def _sizes(random: Random, function: Operation, profile: Profile, rows: int) -> 
 def _lead(random: Random, rows: int, size: int) -> tuple[int, ...]:
     """() to four leading dims, with `rows` rows at most; one case in eight has no rows at all."""
     lead: list[int] = []
-    for _ in range(random.choice((1, 2, 0, 3, 4, 1, 2, 3))):
-        lead.append(random.choice([s for s in _SIZES if s <= min(rows, size)]))
+    dims = random.choice((1, 2, 0, 3, 4, 2, 2, 3))
+    for left in range(dims, 0, -1):
+        # Each dim gets its share: a dim of size 1 has no layout to get wrong.
+        limit = min(size, rows, max(3, round(2 * rows ** (1 / left))))
+        lead.append(random.choice([s for s in _SIZES if s <= limit]))
         rows = max(1, rows // lead[-1])
     random.shuffle(lead)
     if lead and random.random() < 0.125:
