@@ -176,7 +176,7 @@ def compare(output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: li
     defined = truth.isfinite() & (truth.abs() < largest)
     if (defined & ~bound.isfinite()).any():
         raise ValueError(f"the majorant of {output} is not finite where the truth is")
-    outside = ~(error <= bound) & ~truth.isnan() | (truth.isnan() & ~got.isnan())
+    right = torch.where(truth.isfinite(), error <= bound, (got == truth) | (got.isnan() & truth.isnan()))
     power = {"zeros": truth.abs(), "scaled": (1.01 * got - truth).abs()}
     usable = defined & got.isfinite() & baseline.isfinite()
     norms = _norms(usable, truth, error, baseline, typical(truth, terms, dtype), power)
@@ -190,7 +190,7 @@ def compare(output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: li
         output=output,
         ratio=float((error / bound)[usable].max()) if usable.any() else 0.0,
         norms=norms,
-        wrong=_first(outside, truth, got, bound),
+        wrong=_first(~right, truth, got, bound),
         rejects=frozenset(rejects),
         exempt=frozenset(hopeless - rejects),
     )

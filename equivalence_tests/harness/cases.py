@@ -73,10 +73,11 @@ class Case:
         with torch.no_grad():
             outputs = self.operation.definition(*args, **kwargs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        return tuple(
-            self._cotangent(f"{salt} {i}", self.cotangents[i % len(self.cotangents)], o)
-            for i, o in enumerate(outputs)
-        )
+        specs = [self.cotangents[i % len(self.cotangents)] for i in range(len(outputs))]
+        if not any(specs):  # the loss must use something
+            specs[0] = next(spec for spec in self.cotangents if spec)
+        drawn = enumerate(zip(specs, outputs, strict=True))
+        return tuple(self._cotangent(f"{salt} {i}", spec, output) for i, (spec, output) in drawn)
 
     def shape(self, argument: Argument) -> tuple[int, ...]:
         sizes, shape = dict(self.sizes), ()

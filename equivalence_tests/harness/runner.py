@@ -5,6 +5,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import torch
+
 from equivalence_tests.harness import failures
 from equivalence_tests.harness.cases import DTYPES, Case, Spec, example
 from equivalence_tests.harness.failures import Failure
@@ -13,22 +15,28 @@ from equivalence_tests.harness.operations import operation, suite
 from equivalence_tests.harness.oracle import Judgement, Sample, judge, subsets
 from equivalence_tests.harness.result import Job, Result
 from equivalence_tests.harness.shrink import shrink
-from equivalence_tests.harness.strategies import PROFILES, sample
+from equivalence_tests.harness.strategies import PROFILES, enough, sample
 
 # An implementation that supports few options is offered this many times as many cases, to be judged on enough of them.
 _PATIENCE = 40
 # Failures of this many kinds are shrunk and told; the first of each.
 _TOLD = 3
 
+# Storages of 2³¹ fp32 elements: two cotangents or one input, their copies, and room to work.
+_FAR_BYTES = 60 * 2**30
+
 Advance = Callable[[str], Any]
 
 
 def steps(job: Job) -> int:
     """How often `run` will call `advance`."""
-    return len(examples(job)) + job.profile.examples + 1 + _has_real(job) + len(job.mutants)
+    return len(examples(job)) + _wanted(job) + 1 + _has_real(job) + len(job.mutants)
 
 
-def run(job: Job, advance: Advance = lambda text: None) -> Result:
+def run(job: Job, advance: # Storages of 2³¹ fp32 elements: two cotangents or one input, their copies, and room to work.
+_FAR_BYTES = 60 * 2**30
+
+Advance = lambda text: None) -> Result:
     """Do the job; `advance` is told of each step done."""
     start, result = time.monotonic(), Result(job)
     failed: dict[str, Case] = {}
@@ -38,8 +46,8 @@ def run(job: Job, advance: Advance = lambda text: None) -> Result:
         advance("examples")
     drawn = sample(job.operation, job.dtype, job.profile, job.seed, job.tuned)
     found = 0
-    for case in islice(drawn, _PATIENCE * job.profile.examples):
-        if found == job.profile.examples:
+    for case in islice(drawn, _PATIENCE * _wanted(job)):
+        if found == _wanted(job):
             break
         if _try(result, case, failed):
             found += 1
@@ -62,12 +70,28 @@ def run(job: Job, advance: Advance = lambda text: None) -> Result:
 
 
 def examples(job: Job) -> list[Case]:
-    """The operation's own cases in the job's dtype: EXAMPLES of its test file, on a GPU at full size GPU_EXAMPLES too."""
+    """The operation's own cases in the job's dtype: EXAMPLES of its test file, on a GPU with a large profile GPU_EXAMPLES too."""
     module = suite(job.operation.op)
     given = list(getattr(module, "EXAMPLES", ()))
-    if job.profile.thorough and job.device == "cuda":
-        given += getattr(module, "GPU_EXAMPLES", ())
+    if job.profile.large and job.device == "cuda":
+        given += [*getattr(module, "GPU_EXAMPLES", ()), *_far(job)]
     return [c for c in given if c.function == job.operation.function and c.dtype == job.dtype]
+
+
+def _far(job: Job) -> list[Case]:
+    """Rows that lie 2³¹ elements apart: of the first tensor, and of the cotangents. Left out where the memory is too small."""
+    if torch.cuda.get_device_properties(0).total_memory < _FAR_BYTES:
+        return []
+    case = small(job)
+    (name, _), *others = case.tensors
+    return [
+        case.replace(tensors=((name, Spec("far")), *others)),
+        case.replace(cotangents=(Spec("far"),), tensors=tuple((n, s if n == name else None) for n, s in case.tensors)),
+    ]
+
+
+def _wanted(job: Job) -> int:
+    return enough(job.operation, job.profile, job.tuned)
 
 
 def small(job: Job) -> Case:

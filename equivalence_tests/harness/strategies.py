@@ -20,7 +20,7 @@ class Profile:
     """How much is tried.
 
     examples: drawn cases per function and dtype. size: largest size of one dim. elements: of the largest tensor, about.
-    thorough: real sizes too (on a GPU), and each mutant in every dtype. real: tensors of a real model.
+    large: real sizes and offsets past 2³¹ too, on a GPU. thorough: each mutant in every dtype. real: tensors of a real model.
     rows: largest product of leading dims where the kernel may take one program for each row.
     """
 
@@ -29,6 +29,7 @@ class Profile:
     size: int
     elements: int
     rows: int
+    large: bool = False
     thorough: bool = False
     real: bool = True
 
@@ -38,8 +39,8 @@ PROFILES = {
     for p in (
         Profile("quick", examples=24, rows=17, size=257, elements=2**13),
         Profile("ci", examples=20, rows=17, size=257, elements=2**13, real=False),
-        Profile("gpu", examples=200, rows=2**16, size=16384, elements=2**22, thorough=True),
-        Profile("deep", examples=400, rows=65, size=2049, elements=2**15, thorough=True),
+        Profile("gpu", examples=48, rows=2**16, size=16384, elements=2**22, large=True),
+        Profile("deep", examples=400, rows=65, size=2049, elements=2**15, large=True, thorough=True),
     )
 }
 # The simplest first, because hypothesis shrinks towards it: odd sizes, and powers of two with their neighbours.
@@ -73,6 +74,11 @@ def sample(
         case = draw(Random(f"{seed} {function} {dtype} {i}"), function, dtype, profile, number, few_rows)
         (name, spec), *others = case.tensors
         yield case.replace(tensors=((name, replace(spec, layout=DRAWN[i % len(DRAWN)])), *others))
+
+
+def enough(function: Operation, profile: Profile, configs: bool) -> int:
+    """How many cases of a sample to take: those of the profile, and more where there are more tile configurations."""
+    return max(profile.examples, -(-4 * tiles.count(function.op) // 3) if configs else 0)
 
 
 def draw(
