@@ -76,6 +76,9 @@ def _device(asked: str | None) -> str:
                 "triton was imported before TRITON_INTERPRET=1 could be set; set it in the environment"
             )
         os.environ["TRITON_INTERPRET"] = "1"
+    if device == "cpu":
+        # Interpreted tensors are small; a second thread that waits for a busy core makes torch several times slower.
+        torch.set_num_threads(1)
     return device
 
 

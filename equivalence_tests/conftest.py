@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 # Before triton is imported: whether kernels are interpreted is decided then.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Interpreted tensors are small; a second thread that waits for a busy core makes torch several times slower.
+    torch.set_num_threads(1)
 
 from equivalence_tests.harness import interpreter
 

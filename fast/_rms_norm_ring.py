@@ -42,12 +42,10 @@ def _rms_norm_fwd_ring(
         _fetch(ring[c], X, stride_xo, stride_xi, x_inner, gl.program_id(0), M, offs_n + c * BLOCK_N, N)
         async_copy.commit_group()
     for m in range(gl.program_id(0), M, step):
-        gains = ()
         held = ()
         acc = gl.zeros([BLOCK_N], gl.float32, layout)
         for c in gl.static_range(CHUNKS):
             offs_c = offs_n + c * BLOCK_N
-            gains = gains + (_load_gain(W, offs_c, N),)
             async_copy.wait_group(CHUNKS - 1 if c < HELD else CHUNKS - 1 - c + HELD)
             x = ring[c].load(layout)
             if c < HELD:
@@ -58,8 +56,12 @@ def _rms_norm_fwd_ring(
             acc += x * x
         rstd = 1.0 / gl.sqrt_rn(gl.sum(acc, axis=0) / N + eps)
         gl.store(RSTD + m, rstd)
+        w_next = _load_gain(W, offs_n, N)
         for c in gl.static_range(CHUNKS):
             offs_c = offs_n + c * BLOCK_N
+            w = w_next
+            if c < CHUNKS - 1:
+                w_next = _load_gain(W, offs_c + BLOCK_N, N)
             if c < HELD:
                 xhat = held[c].to(gl.float32) * rstd
             else:
@@ -69,7 +71,7 @@ def _rms_norm_fwd_ring(
             if IS_LLAMA:
                 xhat = xhat.to(X.dtype.element_ty).to(gl.float32)
             if W is not None:
-                xhat *= gains[c].to(gl.float32) + offset
+                xhat *= w.to(gl.float32) + offset
             if B is not None:
                 xhat += gl.load(B + offs_c, mask=offs_c < N, other=0.0).to(gl.float32)
             gl.store(Y + m.to(gl.int64) * N + offs_c, xhat.to(Y.dtype.element_ty), mask=offs_c < N)
