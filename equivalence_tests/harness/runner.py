@@ -33,10 +33,7 @@ def steps(job: Job) -> int:
     return len(examples(job)) + _wanted(job) + 1 + _has_real(job) + len(job.mutants)
 
 
-def run(job: Job, advance: # Storages of 2³¹ fp32 elements: two cotangents or one input, their copies, and room to work.
-_FAR_BYTES = 60 * 2**30
-
-Advance = lambda text: None) -> Result:
+def run(job: Job, advance: Advance = lambda text: None) -> Result:
     """Do the job; `advance` is told of each step done."""
     start, result = time.monotonic(), Result(job)
     failed: dict[str, Case] = {}
@@ -86,7 +83,9 @@ def _far(job: Job) -> list[Case]:
     (name, _), *others = case.tensors
     return [
         case.replace(tensors=((name, Spec("far")), *others)),
-        case.replace(cotangents=(Spec("far"),), tensors=tuple((n, s if n == name else None) for n, s in case.tensors)),
+        case.replace(
+            cotangents=(Spec("far"),), tensors=tuple((n, s if n == name else None) for n, s in case.tensors)
+        ),
     ]
 
 
