@@ -113,6 +113,13 @@ def test_a_majorant_that_is_not_finite_is_an_error():
         judged([1.0], [1.0], terms=[Term(torch.tensor([INF], dtype=torch.float64), ops=1)])
 
 
+def test_a_singular_element_of_a_gradient_is_not_judged_where_an_output_is_unused():
+    truth = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    terms = [Term(torch.tensor([1.0, NAN], dtype=torch.float64), ops=1)]
+    for got, right in (([1.0, NAN], True), ([1.0, 1.0], True), ([2.0, 1.0], False), ([NAN, 1.0], False)):
+        assert compare("dx", torch.tensor(got), truth, torch.tensor(got), terms, unused=True).ok is right
+
+
 def test_nothing_is_judged_of_an_empty_output():
     verdict = judged([], [])
     assert verdict.ok

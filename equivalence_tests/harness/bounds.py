@@ -167,16 +167,27 @@ class Verdict:
         return f"{self.output}: the norm of the error is {times}, though no element is outside its own bound"
 
 
-def compare(output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: list[Term]) -> Verdict:
-    """Judge one output (any shape, got.dtype is the output's) against the float64 truth."""
+def compare(
+    output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: list[Term], unused: bool = False
+) -> Verdict:
+    """Judge one output (any shape, got.dtype is the output's) against the float64 truth.
+
+    unused: it is a gradient, and the loss does not use every output. At a singular point (a row of zeros, eps = 0) what flows
+    back from such an output is 0 · ∞: autograd leaves it out, a kernel may not, and elements without a finite majorant are
+    not judged. Otherwise a majorant that is not finite where the truth is raises ValueError.
+    """
     dtype, got, baseline = got.dtype, got.detach().double(), baseline.detach().double()
     bound = elementwise(truth, terms, dtype)
     largest = torch.finfo(dtype).max
     error = _error(got, truth, bound, largest)
     defined = truth.isfinite() & (truth.abs() < largest)
-    if (defined & ~bound.isfinite()).any():
+    singular = defined & ~bound.isfinite()
+    if singular.any() and not unused:
         raise ValueError(f"the majorant of {output} is not finite where the truth is")
-    right = torch.where(truth.isfinite(), error <= bound, (got == truth) | (got.isnan() & truth.isnan()))
+    defined &= ~singular
+    right = singular | torch.where(
+        truth.isfinite(), error <= bound, (got == truth) | (got.isnan() & truth.isnan())
+    )
     power = {"zeros": truth.abs(), "scaled": (1.01 * got - truth).abs()}
     usable = defined & got.isfinite() & baseline.isfinite()
     norms = _norms(usable, truth, error, baseline, typical(truth, terms, dtype), power)

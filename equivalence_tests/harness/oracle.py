@@ -320,8 +320,9 @@ def _gradients(
                 continue
             zero = torch.zeros_like(tensor, dtype=torch.float64)
             exactly = zero if exact[name] is None else exact[name]
+            wide = zero if working[name] is None else working[name]
             verdict = compare(
-                f"d{name}", grad, exactly, zero if working[name] is None else working[name], terms[f"d{name}"]
+                f"d{name}", grad, exactly, wide, terms[f"d{name}"], unused=any(c is None for c in cotangents)
             )
             if kind == "gradients":
                 judgement.verdicts[f"d{name}"] = verdict
