@@ -20,6 +20,12 @@ import torch
 from equivalence_tests.harness.interpreter import interpreting
 from experiments._work import experiment, operations
 
+# Spills that are known and bounded, with the reason why they ship: (kernel, part of its configuration, chip) → bytes.
+TOLERATED = {
+    # Triton 3.9 runs out of registers by 31 here; 3.6, which the H200 figures are from, does not. The alternative, column
+    # loops, reads both tensors once more from memory: 2305 against 3129 GB/s at 4096×32768 on an H200.
+    ("_rms_norm_bwd_ring", "CHUNKS=4", "sm_90"): 124,
+}
 DEEP = os.environ.get("TANDEM_PROFILE") == "deep"
 CHIPS = ["sm_80", "sm_86", "sm_90"]  # sm_89 has sm_86's shared memory and is compiled in the deep profile
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,11 +56,21 @@ def compile_check(op: str, tmp_path: Path, *arguments: str) -> tuple[int, list[d
 def test_configurations_compile_without_spills(op: str, chip: str, tmp_path: Path):
     arguments = ["--chip", chip, *([] if DEEP else ["--per-kernel", "4", "--dtype", "bf16"])]
     status, records, output = compile_check(op, tmp_path, *arguments)
-    assert status == 0, output
+    assert status in (0, 1) and records, output
     counts = Counter(record["kernel"] for record in records)
-    assert counts
     assert DEEP or max(counts.values()) <= 4
-    assert all(record["registers"] > 0 and not record["faults"] for record in records)
+    assert all(record["registers"] > 0 for record in records)
+    assert not [fault for record in records if not tolerated(record) for fault in record["faults"]]
+
+
+def tolerated(record: dict[str, Any]) -> bool:
+    return any(
+        (record["kernel"], record["chip"]) == (kernel, chip)
+        and part in record["configuration"].split()
+        and record["spills"] <= limit
+        and len(record["faults"]) == 1
+        for (kernel, part, chip), limit in TOLERATED.items()
+    )
 
 
 @pytest.mark.skipif(not DEEP, reason="compiles every configuration: TANDEM_PROFILE=deep")
@@ -69,6 +85,19 @@ def test_every_configuration_of_every_table_was_compiled(op: str, tmp_path: Path
             assert any(set(str(config).split()) <= set(found) for found in compiled), (
                 f"{table.name}: {config}\n{output}"
             )
+
+
+def test_calls_without_a_weight_compile(tmp_path: Path):
+    """An absent tensor is another kernel: Triton 3.6 refused one that the interpreter ran."""
+    shapes = ("512×1 no weight", "512×128 no weight", "512×32768 no weight", "512×65536 no weight")
+    status, records, output = compile_check(
+        "rms_norm", tmp_path, "--chip", "sm_90", "--dtype", "bf16", "--shape", *shapes
+    )
+    assert status == 0 and {r["kernel"] for r in records} >= {
+        "_rms_norm_fwd",
+        "_rms_norm_bwd",
+        "_rms_norm_fwd_ring",
+    }, output
 
 
 def test_spills_are_seen(tmp_path: Path):

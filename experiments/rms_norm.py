@@ -23,6 +23,7 @@ def row(
 ) -> Row:
     """`shape` is "M×N", or "B×T×H×DH in a packed qkv" for heads that lie strided in one tensor, with a note behind it."""
     sizes = [int(size) for size in shape.split()[0].split("×")]
+    weight = weight and "no weight" not in shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> Call:
         def fresh(*size: int) -> Tensor:

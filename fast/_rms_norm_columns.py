@@ -83,9 +83,12 @@ def inverse_rms(sum_of_squares, N, eps):
 
 @triton.jit
 def gain(W, offs_n, N, offset):
+    # One return: Triton 3.6 compiles what follows a return in a branch that is taken, too.
     if W is None:
-        return tl.full(offs_n.shape, 1.0, tl.float32)
-    return tl.load(W + offs_n, mask=offs_n < N, other=0.0).to(tl.float32) + offset
+        w = tl.full(offs_n.shape, 1.0, tl.float32)
+    else:
+        w = tl.load(W + offs_n, mask=offs_n < N, other=0.0).to(tl.float32) + offset
+    return w
 
 
 @triton.jit

@@ -151,8 +151,10 @@ def _allocate(dtype: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr):
 def _load_gain(W, offs_n, N):
     """The weight as it is stored: converted where it is used, it takes half the registers while it waits."""
     if W is None:
-        return offs_n
-    return gl.load(W + offs_n, mask=offs_n < N, other=0.0)
+        w = offs_n
+    else:
+        w = gl.load(W + offs_n, mask=offs_n < N, other=0.0)
+    return w
 
 
 @gluon.jit

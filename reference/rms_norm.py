@@ -105,7 +105,8 @@ def rms_norm_majorant(
 ) -> dict[str, list[Term]]:
     """Error majorants of "y", "residual_out" and the gradients "dx", "dweight", …; inputs in float64, dtypes as in the call.
 
-    r carries half the relative error of its sum of squares (Σ s² has no cancellation) and that of rsqrt (4 roundings);
+    r carries half the relative error of its sum of squares (Σ s² has no cancellation), and a division and a root of
+    2 ulp each, i.e. 4 roundings;
     a rounded s moves r by u and x̂ by 2u. In ds the factor r enters three times (outside, and in both x̂), so it carries
     3/2 sums of squares and the sum of mean(g x̂): three sums at most.
     """
@@ -123,13 +124,13 @@ def rms_norm_majorant(
     )
     terms = {"y": [product] if bias is None else [product, Term(bias.abs().expand_as(s), ops=1)]}
     slope = r * (g + xhat * (g * xhat).mean(-1, keepdim=True))
-    terms["dx"] = [Term(slope, sums=(N,) * 3, ops=24, rounded=5 * stored)]
+    terms["dx"] = [Term(slope, sums=(N,) * 3, ops=36, rounded=5 * stored)]
     if residual is not None:
         terms["residual_out"] = []
         terms["dx"].append(Term(cotangents[1].double().abs(), ops=1))
         terms["dresidual"] = terms["dx"]
     if weight is not None:
-        terms["dweight"] = [Term(_sum(dy.abs() * xhat, rows), sums=(M, N), ops=10, rounded=2 * stored)]
+        terms["dweight"] = [Term(_sum(dy.abs() * xhat, rows), sums=(M, N), ops=12, rounded=2 * stored)]
     if bias is not None:
         terms["dbias"] = [Term(_sum(dy.abs(), rows), sums=(M,), ops=1)]
     return terms
