@@ -86,6 +86,9 @@ LAYOUTS: dict[str, Callable[[Shape], Placement]] = {
 # `far` takes 2³¹ elements of memory: only where it is asked for.
 DRAWN = tuple(name for name in LAYOUTS if name != "far")
 
+# Layouts that differ from others only where there are several leading dims.
+NESTED = ("transposed", "permuted", "packed", "expanded")
+
 
 def allocate(layout: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """An unfilled view of `shape` in a guarded storage."""

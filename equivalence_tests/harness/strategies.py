@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from equivalence_tests.harness import tiles
 from equivalence_tests.harness.cases import DTYPES, Case, Spec
 from equivalence_tests.harness.contents import CONTENTS
-from equivalence_tests.harness.layouts import DRAWN
+from equivalence_tests.harness.layouts import DRAWN, NESTED
 from equivalence_tests.harness.operations import Argument, Operation
 
 
@@ -46,6 +46,8 @@ PROFILES = {
 # The simplest first, because hypothesis shrinks towards it: odd sizes, and powers of two with their neighbours.
 _SIZES = (3, 1, 2, 5, 8, 7, 16, 15, 17, 33, 32, 31, 64, 100, 63, 65, 128, 127, 129, 256, 257, 255, 1000)
 _SIZES += tuple(2**k + d for k in range(9, 18) for d in (0, 1, -1))
+# How many leading dims a case has, as often as they are named here.
+_ANY, _MANY = (1, 2, 0, 3, 4, 2, 2, 3), (2, 3, 2, 4)
 _CONTIGUOUS = ("contiguous",) * 4 + DRAWN
 _NORMAL = ("normal",) * 7 + tuple(CONTENTS)
 
@@ -71,9 +73,11 @@ def sample(
     for i in count():
         number = numbers[(i - i // 4) % len(numbers)] if numbers and i % 4 < 3 else None
         few_rows = not configs or number is not None
-        case = draw(Random(f"{seed} {function} {dtype} {i}"), function, dtype, profile, number, few_rows)
+        layout = DRAWN[i % len(DRAWN)]
+        random = Random(f"{seed} {function} {dtype} {i}")
+        case = draw(random, function, dtype, profile, number, few_rows, _MANY if layout in NESTED else _ANY)
         (name, spec), *others = case.tensors
-        yield case.replace(tensors=((name, replace(spec, layout=DRAWN[i % len(DRAWN)])), *others))
+        yield case.replace(tensors=((name, replace(spec, layout=layout)), *others))
 
 
 def enough(function: Operation, profile: Profile, configs: bool) -> int:
@@ -88,9 +92,11 @@ def draw(
     profile: Profile,
     config: int | None,
     few_rows: bool = True,
+    dims: tuple[int, ...] = _ANY,
 ) -> Case:
-    """One case with the given tile configuration, and with profile.rows rows at most if few_rows; `random` decides the rest."""
-    sizes = _sizes(random, function, profile, profile.rows if few_rows else profile.elements)
+    """One case with the given tile configuration, with profile.rows rows at most if few_rows, and with as many leading dims as
+    one of `dims` says; `random` decides the rest."""
+    sizes = _sizes(random, function, profile, profile.rows if few_rows else profile.elements, dims)
     tensors = {a.name: _tensor(random, a, dtype) for a in function.tensors}
     given = [name for name, spec in tensors.items() if spec]
     cotangents: tuple[Spec | None, ...] = (_spec(random),)
@@ -112,21 +118,21 @@ def draw(
     )
 
 
-def _sizes(random: Random, function: Operation, profile: Profile, rows: int) -> dict[str, Any]:
+def _sizes(
+    random: Random, function: Operation, profile: Profile, rows: int, dims: tuple[int, ...]
+) -> dict[str, Any]:
     words = dict.fromkeys(word for a in function.tensors for word in a.dims.shape.split())
     allowed = [size for size in _SIZES if size <= profile.size]
     sizes: dict[str, Any] = {word: random.choice(allowed) for word in words if word != "*"}
     if "*" in words:
-        sizes["*"] = _lead(
-            random, min(rows, max(2, profile.elements // max([1, *sizes.values()]))), profile.size
-        )
+        rows = min(rows, max(2, profile.elements // max([1, *sizes.values()])))
+        sizes["*"] = _lead(random, rows, profile.size, random.choice(dims))
     return {word: sizes[word] for word in words}
 
 
-def _lead(random: Random, rows: int, size: int) -> tuple[int, ...]:
-    """() to four leading dims, with `rows` rows at most; one case in eight has no rows at all."""
+def _lead(random: Random, rows: int, size: int, dims: int) -> tuple[int, ...]:
+    """Leading dims with `rows` rows at most; one case in eight has no rows at all."""
     lead: list[int] = []
-    dims = random.choice((1, 2, 0, 3, 4, 2, 2, 3))
     for left in range(dims, 0, -1):
         # Each dim gets its share: a dim of size 1 has no layout to get wrong.
         limit = min(size, rows, max(3, round(2 * rows ** (1 / left))))
