@@ -12,7 +12,7 @@ _LIBRARY = torch.library.Library("tandem", "DEF")
 
 
 def define(schema: str, launcher: Callable, fake: Callable) -> Callable:
-    """Define tandem::<schema> with fresh outputs; `launcher` serves CUDA and (in the interpreter) CPU, `fake` gives the shapes."""
+    """Define tandem::<schema> with fresh outputs: `launcher` for CUDA and (in the interpreter) CPU, `fake` for the shapes."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
