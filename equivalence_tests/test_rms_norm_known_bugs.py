@@ -1,6 +1,7 @@
 """Faults of other people's RMSNorm kernels, each reported in public, as tests of this one: the smallest call that triggers each.
 
-R1 Liger-Kernel#370; R2 Liger-Kernel#1482, #1483, #803; R3 quack#53; R4 liger_kernel 0.8.5, run; R5 Liger-Kernel#1350; R6 Liger-Kernel#764.
+R1 Liger-Kernel#370; R2 Liger-Kernel#1482, #1483, #803; R3 quack#53; R4 liger_kernel 0.8.5 itself;
+R5 Liger-Kernel#1350; R6 Liger-Kernel#764.
 """
 
 import pytest

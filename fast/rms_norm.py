@@ -12,13 +12,14 @@ Fusion      eager, bf16                                  here
                                                          DW[P, N] ─ _rms_norm_bwd_sum ─ dw     2 launches
 Floor       forward M·N·(in + out) bytes, backward M·N·(dy + s + ds). At 16384 × 4096 in bf16 268 MB and 403 MB:
             63 and 95 µs at 4.26 TB/s; 6 and 13 FLOPs an element are 0.4 and 0.9 GFLOP, nothing beside it.
-Tiles       N ≤ WIDEST: a program holds BLOCK_M whole rows in registers, so nothing is read twice. Backward programs are
-            persistent: each strides over the rows and keeps its partial of dw in registers until its last row.
-            N > WIDEST: forward loops over the columns twice (the second read hits L2); backward takes c in one kernel,
-            and a second one walks down the rows with a tile of columns.
+Tiles       A program holds BLOCK_M whole rows in registers, so nothing is read twice. Backward programs are persistent: each
+            strides over the rows, the next ones on their way (STAGES), and keeps its partial of dw in registers to the end.
+            Rows too long for that pass through shared memory (fast/_rms_norm_ring.py), or, where they do not fit or the
+            ring lacks an option, in loops over tiles of columns (fast/_rms_norm_columns.py): forward reads the row again,
+            from L2; backward takes c in a kernel of its own, then the tiles walk down the rows.
 Rounding    fp32 inside; the points where values are rounded are the reference's.
 Determinism dw and db: fp32 partials, one per program, added in a fixed order by a second kernel; no atomics. The tile
-            depends on N alone, so a row's bits do not depend on how many rows there are.
+            depends on the row alone (N, dtype), so a row's bits do not depend on how many rows there are.
 Limits      fp32, fp16, bf16; leading dims that need more than two strides, and rows without unit stride, are copied first.
 """
 
@@ -345,7 +346,7 @@ def _ring(tile: Config | None, N: int, *streamed: Tensor) -> Config | None:
 
 
 def _fit(tile: Config, device: torch.device, *streamed: Tensor | None) -> Config:
-    """As many pipeline stages as shared memory holds; the compiler keeps one stage less, and a tile of fp32 for the last sum."""
+    """As many pipeline stages as shared memory holds beside one tile of fp32, which the last sum over rows may need."""
     elements = tile["BLOCK_M"] * tile["BLOCK_N"]
     stage = elements * sum(t.element_size() for t in streamed if t is not None)
     stages = (shared_memory(device) - 4 * elements) // stage
