@@ -119,18 +119,22 @@ def rms_norm_majorant(
     N, M, rows = s.shape[-1], max(1, s[..., 0].numel()), tuple(range(s.dim() - 1))
     r, gain = _rstd(s, eps), _gain_majorant(weight, weight_offset)
     xhat, g = (s * r).abs(), dy.abs() * gain
-    product = Term(
-        xhat * gain, sums=(N,), ops=10, rounded=2 * stored + ((dtypes["x"],) if casting == "llama" else ())
-    )
+    llama = (dtypes["x"],) if casting == "llama" else ()
+    moved = r * (1 + xhat) if stored else torch.zeros_like(xhat)  # of x̂ by a unit error of every s
+    product = Term(xhat * gain, (N,), 12, 2 * stored + llama, unit=(moved + bool(llama)) * gain)
     terms = {"y": [product] if bias is None else [product, Term(bias.abs().expand_as(s), ops=1)]}
-    slope = r * (g + xhat * (g * xhat).mean(-1, keepdim=True))
-    terms["dx"] = [Term(slope, sums=(N,) * 3, ops=36, rounded=5 * stored)]
+    c = (g * xhat).mean(-1, keepdim=True)
+    slope = r * (g + xhat * c)
+    unit = r * (slope + moved * c + xhat * (g * moved).mean(-1, keepdim=True))
+    terms["dx"] = [Term(slope, (N,) * 3, 36, 5 * stored, unit)]
     if residual is not None:
         terms["residual_out"] = []
         terms["dx"].append(Term(cotangents[1].double().abs(), ops=1))
         terms["dresidual"] = terms["dx"]
     if weight is not None:
-        terms["dweight"] = [Term(_sum(dy.abs() * xhat, rows), sums=(M, N), ops=12, rounded=2 * stored)]
+        terms["dweight"] = [
+            Term(_sum(dy.abs() * xhat, rows), (M, N), 12, 2 * stored, _sum(dy.abs() * moved, rows))
+        ]
     if bias is not None:
         terms["dbias"] = [Term(_sum(dy.abs(), rows), sums=(M,), ops=1)]
     return terms

@@ -14,7 +14,8 @@ exceeds λ√n·u with a probability of 2·exp(−λ²/2) at most (Higham & Mary
 makes that 3·10⁻¹⁴ an element.
 
 Underflow. What is smaller than the smallest normal number of fp32 or bf16 may be flushed to zero, as GPUs do; fp16 has to
-round to its subnormals. Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the
+round to its subnormals. An intermediate that is rounded underflows the same way;
+Term.unit says how much of it arrives. Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the
 largest finite number of that sign. NaN is right where the truth is NaN, and nowhere else; so is ±inf.
 
 Normwise. Worst-case bounds add u's up; the errors themselves behave like random numbers. Rounding to nearest moves a number
@@ -59,12 +60,17 @@ def factor(term: Term) -> float:
     return kappa / (1 - kappa)
 
 
+def subnormal(term: Term) -> Tensor | float:
+    """What the underflow of the term's rounded intermediates may add."""
+    return 0.0 if term.unit is None else term.unit * sum(underflow(d) for d in set(term.rounded))
+
+
 def elementwise(truth: Tensor, terms: list[Term], dtype: torch.dtype) -> Tensor:
     """The largest error allowed of each element; truth float64, dtype that of the output."""
     u = unit_roundoff(dtype)
     return (
         truth.abs() * u
-        + sum((factor(t) * t.value for t in terms), torch.zeros(())) * (1 + u)
+        + sum((factor(t) * t.value + subnormal(t) for t in terms), torch.zeros(())) * (1 + u)
         + underflow(dtype)
     )
 
@@ -74,7 +80,7 @@ def typical(truth: Tensor, terms: list[Term], dtype: torch.dtype) -> Tensor:
     variance = truth.square() * unit_roundoff(dtype) ** 2
     fp32 = torch.full_like(truth, underflow(dtype))
     for term in terms:
-        fp32 = fp32 + _fp32(term) / (1 - _fp32(term)) * term.value
+        fp32 = fp32 + _fp32(term) / (1 - _fp32(term)) * term.value + subnormal(term)
         variance = variance + sum(unit_roundoff(d) ** 2 for d in term.rounded) * term.value.square()
     return fp32 + (variance / 3).sqrt()
 
