@@ -176,7 +176,8 @@ def test_the_list_says_what_there_is(capsys: pytest.CaptureFixture):
 
 
 def test_the_command_sets_the_interpreter_up_by_itself(tmp_path: Path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     command = [sys.executable, "-m", "equivalence_tests", *FEW, "--impl", "reference", "--device", "cpu"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

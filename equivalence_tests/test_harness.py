@@ -251,6 +251,8 @@ def test_no_gradient_is_asked_for_and_none_is_offered():
 def test_ready_tensors_are_judged_as_cases_are():
     x, weight, dy = torch.randn(3, 4, 8), torch.randn(8), torch.randn(3, 4, 8)
     ready = Sample.of_tensors(RMS_NORM, (x.to(DEVICE), weight.to(DEVICE)), {"eps": 1e-5}, (dy.to(DEVICE),))
+    assert "x: float32 [3, 4, 8]" in ready.describe()
+    assert "eps=1e-05" in ready.describe()
     assert judge(ready, hand_derived(RMS_NORM)).ok
     assert judge(ready, FAULTS["× 1.01"][1]).kinds == {"values"}
     assert judge(ready, stale()).kinds == {"stale gradient"}

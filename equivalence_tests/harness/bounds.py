@@ -14,9 +14,9 @@ exceeds λ√n·u with a probability of 2·exp(−λ²/2) at most (Higham & Mary
 makes that 3·10⁻¹⁴ an element.
 
 Underflow. What is smaller than the smallest normal number of fp32 or bf16 may be flushed to zero, as GPUs do; fp16 has to
-round to its subnormals. An intermediate that is rounded underflows the same way;
-Term.unit says how much of it arrives. Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the
-largest finite number of that sign. NaN is right where the truth is NaN, and nowhere else; so is ±inf.
+round to its subnormals. An intermediate that is rounded underflows the same way; Term.unit says how much of that arrives.
+Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the largest finite number of that
+sign. NaN is right where the truth is NaN, and nowhere else; so is ±inf.
 
 Normwise. Worst-case bounds add u's up; the errors themselves behave like random numbers. Rounding to nearest moves a number
 by δ·|number| with δ in ±u, of variance u²/3 at most, so with n ≥ 1024 elements

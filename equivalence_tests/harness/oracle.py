@@ -108,6 +108,12 @@ class Sample:
         required = tuple(a.name for a in operation.tensors if arguments[a.name] is not None)
         return cls(operation, arguments, cotangents, others, required)
 
+    def describe(self) -> str:
+        """Shapes, strides, dtypes and options, in words."""
+        lines = [f"  {name}: {_words(t)}, strides {list(t.stride())}" for name, t in self.tensors.items()]
+        options = ", ".join(f"{a.name}={self.arguments[a.name]!r}" for a in self.operation.options)
+        return "\n".join([*lines, f"  {options}"])
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {

@@ -178,8 +178,7 @@ def _real(result: Result) -> None:
         result.real.append(label)
         if judgement.findings:
             found = judgement.findings[0]
-            shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in recorded.tensors.items())
-            words = f"real tensors: {label}: {shapes}"
+            words = f"real tensors: {label}\n{recorded.describe()}"
             result.failures.append(
                 _saved(result.job, found.kind, str(found), words, what="real", index=index)
             )
