@@ -179,7 +179,7 @@ def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
                 if not _structure(judgement, first, baseline):
                     return judgement
                 grads = first.backward(sample.cotangents)
-                again, third = first.backward(sample.cotangents), first.backward(sample.others)
+                repeat, third = first.backward(sample.cotangents), first.backward(sample.others)
                 _synchronize(sample.device)
             _writes(judgement, watch, first.saved)
             if again:
@@ -192,7 +192,7 @@ def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
         return judgement
     truth = Run(definition, sample, everything, torch.float64)
     _values(judgement, sample, first, truth, baseline)
-    _gradients(judgement, sample, (grads, again, third), truth, baseline)
+    _gradients(judgement, sample, (grads, repeat, third), truth, baseline)
     judgement.findings.sort(key=lambda finding: list(KINDS).index(finding.kind))
     return judgement
 

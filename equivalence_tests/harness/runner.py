@@ -84,7 +84,9 @@ def _far(job: Job) -> list[Case]:
     return [
         case.replace(tensors=((name, Spec("far")), *others)),
         case.replace(
-            cotangents=(Spec("far"),), tensors=tuple((n, s if n == name else None) for n, s in case.tensors)
+            cotangents=(Spec("far"),),
+            tensors=tuple((n, s if n == name else None) for n, s in case.tensors),
+            requires_grad=(name,),
         ),
     ]
 
