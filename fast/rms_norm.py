@@ -73,14 +73,7 @@ FWD = Table(
 FWD_ODD = Table("rms_norm_fwd_odd", {80: FWD.rows[80][:-2] + FWD.rows[80][-1:]})
 FWD_RING = Table(
     "rms_norm_fwd_ring",
-    {
-        80: [
-            (16384, None),
-            (32768, config(BLOCK_N=4096, HELD=2, num_warps=16)),
-            (65536, config(BLOCK_N=8192, HELD=1, num_warps=32)),
-            (131072, None),
-        ]
-    },
+    {80: [(16384, None), (65536, config(BLOCK_N=8192, HELD=2, num_warps=32)), (131072, None)]},
 )
 BWD = Table(
     "rms_norm_bwd",
