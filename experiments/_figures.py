@@ -80,7 +80,7 @@ def _by_shape(records: list[Record]) -> Any:
         axes.set_xticks(range(len(shapes)), shapes, rotation=40, ha="right")
         axes.set(title=phase, ylabel="GB/s of compulsory bytes")
         axes.set_ylim(bottom=0)
-    figure.axes[-1].legend(fontsize=8)
+    figure.axes[0].legend(fontsize=8, loc="lower left", ncols=2)
     return figure
 
 

@@ -112,12 +112,25 @@ def verified(records: list[Record], op: str) -> str:
     return "\n".join([f"On {_where(found[0])}", "", *_table(head, rows), ""])
 
 
+def registration(records: list[Record], op: str) -> str:
+    """Host cost of the ways to register an operation; the same for every operation."""
+    found = [r for r in records if "registration" in r]
+    if not found:
+        return ""
+    head = ["way", "no gradients, µs", "forward", "forward and backward"]
+    rows = [
+        [r["registration"], *(f"{r[k]:.1f}" for k in ("no_grad_us", "fwd_us", "fwd_bwd_us"))] for r in found
+    ]
+    return "\n".join([f"On {_where(found[0])}", "", *_table(head, rows), ""])
+
+
 KINDS: dict[str, Callable[[list[Record], str], str]] = {
     "speed": speed,
     "host": host,
     "memory": memory,
     "ladder": ladder,
     "verified": verified,
+    "registration": registration,
 }
 
 
