@@ -98,9 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     records = measure()
     for r in records:
-        print(
-            f"{r['registration']:10} no grad {r['no_grad_us']:6.1f}  forward {r['fwd_us']:6.1f}  with backward {r['fwd_bwd_us']:6.1f} µs"
-        )
+        figures = f"no grad {r['no_grad_us']:6.1f}  forward {r['fwd_us']:6.1f}  with backward {r['fwd_bwd_us']:6.1f}"
+        print(f"{r['registration']:10} {figures} µs")
     if given.json:
         given.json.write_text("".join(json.dumps(r) + "\n" for r in records))
     return 0

@@ -182,7 +182,7 @@ def _where(record: Record) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    text = {"step", "why", "shape", "dtype", "phase", "function", "verdict"}
+    text = {"step", "why", "shape", "dtype", "phase", "function", "verdict", "way"}
     rule = ["---" if name in text else "---:" for name in head]
     return ["| " + " | ".join(cells).replace("\n", " ") + " |" for cells in (head, rule, *rows)]
 
