@@ -232,7 +232,7 @@ def test_a_fused_rms_norm_moves_exactly_the_floor_and_eager_many_times_it():
     assert trace.unique_bytes == floor
     with eager_traffic() as eager:
         want = rms_norm(x, w)
-    torch.testing.assert_close(y, want, rtol=2**-7, atol=0)
+    torch.testing.assert_close(y, want, rtol=2**-7, atol=0)  # one step of bf16: the row sums differ in order
     assert eager.launches > 8
     assert 8 < eager.bytes / floor < 16
 

@@ -134,9 +134,8 @@ def test_reductions():
     in_order = x[:, 0]
     for column in x.T[1:]:
         in_order = in_order + column
-    assert torch.equal(y[0], halves[:, 0]) or torch.equal(
-        y[0], in_order
-    )  # a user's combine function is folded in order
+    # A user's combine function is folded in order by one Triton, by halves by another.
+    assert torch.equal(y[0], halves[:, 0]) or torch.equal(y[0], in_order)
     assert torch.equal(y[1:4], torch.stack([x.amax(1), x.amin(1), x.amax(1)]))
     assert torch.equal(y[4], x.argmax(1).to(BF16))
     torch.testing.assert_close(y[5], x.float().sum(1).to(BF16), rtol=2**-7, atol=0)
@@ -150,7 +149,9 @@ def test_scan_rounds_every_step():
     for value in x[1:]:
         steps.append(steps[-1] + value)
     assert torch.equal(y, torch.stack(steps))
-    torch.testing.assert_close(z, x.float().cumsum(0))
+    torch.testing.assert_close(
+        z, x.float().cumsum(0), rtol=64 * 2**-24, atol=0
+    )  # positive addends, in any order
 
 
 def test_constants_scalars_and_casts():
@@ -215,7 +216,8 @@ def test_matmul_accumulates_in_fp32():
     c = torch.empty(32, 32, dtype=BF16)
     _matmul[(2, 2)](a, b, c, 32, 32, 40, 16)
     truth = a.double() @ b.double()
-    bound = 2**-8 * truth.abs() + 60 * 2**-24 * (a.double().abs() @ b.double().abs())
+    # 40 additions in fp32 of products that fp32 holds exactly, then one rounding to bf16.
+    bound = 2**-8 * truth.abs() + (1 + 2**-8) * 40 * 2**-24 * (a.double().abs() @ b.double().abs())
     assert ((c.double() - truth).abs() <= bound).all()
 
 

@@ -62,7 +62,8 @@ def test_values_and_gradients_are_the_functions(options: dict, residual: bool) -
         outputs = y if residual else (y,)
         results.append([*outputs, *torch.autograd.grad(outputs, tensors, [dy] * len(outputs))])
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        # In norm: 36 roundings at most and sums of 40, which add up like random numbers, in each of the two.
+        assert (got - want).norm() <= 2**-20 * want.norm()
 
 
 def test_initial_gain_is_one_and_reset_brings_it_back() -> None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fast
 import reference
+from equivalence_tests.harness.bounds import elementwise
 from equivalence_tests.harness.cases import Spec, example
 from equivalence_tests.harness.instruments import traced
 from equivalence_tests.harness.interpreter import interpreting
@@ -19,6 +20,7 @@ from equivalence_tests.harness.real import DEVICE, Site
 from fast._triton import tuning
 
 kernels = importlib.import_module("fast.rms_norm")
+definition = importlib.import_module("reference.rms_norm")
 on_gpu = pytest.mark.skipif(
     DEVICE == "cpu", reason="needs a GPU: no CUDA graphs, and no room for 2³¹ elements, on a CPU"
 )
@@ -105,7 +107,9 @@ def gradients(
     )
 
 
-def close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: float = 1e-6) -> None:
+def close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: float = 2**-20) -> None:
+    """Two fp32 results within 16 u of each other in norm. At worst y carries 12 roundings and dx 36, and the sums of these small
+    tensors √n (reference.rms_norm_majorant); in a norm they add up like random numbers, √48 u for each of the two."""
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype
         assert (a - b).double().norm() <= tolerance * b.double().norm()
@@ -123,7 +127,7 @@ def test_reference_gradients_are_derived_right(options, residual):
     outputs = reference.rms_norm(x, w, **kwargs)
     outputs = outputs if residual else (outputs,)
     cotangents = tuple(torch.randn_like(o) for o in outputs)
-    derived = importlib.import_module("reference.rms_norm").rms_norm_backward(cotangents, x, w, **kwargs)
+    derived = definition.rms_norm_backward(cotangents, x, w, **kwargs)
     found = dict(zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), cotangents), strict=True))
     assert derived.keys() == found.keys()
     for name, grad in found.items():
@@ -143,7 +147,8 @@ def test_bits_of_the_reference_where_the_row_sum_is_exact(dtype, casting):
             module.rms_norm(x, w, casting=casting, eps=0.0, **kwargs) for module in (fast, reference)
         )
         for a, c in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, wanted)), strict=True):
-            assert (a != c).float().mean() <= (0.0 if interpreting() and not kwargs else 2e-3)
+            # On a GPU r may be 4 fp32 ulp, 2⁻²¹, away from torch's: two roundings, at boundaries 2⁻¹¹ apart or more, see that.
+            assert (a != c).float().mean() <= (0.0 if interpreting() else 2**-9)
 
 
 def test_algebra():
@@ -151,7 +156,10 @@ def test_algebra():
     y = fast.rms_norm(x, w, eps=0.0)
     assert torch.equal(fast.rms_norm(4 * x, w, eps=0.0), y), "scale invariant, bit for bit for powers of two"
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert ((dx * x).sum(-1).abs() < 1e-5 * (dx * x).abs().sum(-1)).all(), "dx is orthogonal to x at eps = 0"
+    bound = elementwise(dx.double(), definition.rms_norm_majorant((dy,), x, w, eps=0.0)["dx"], F32)
+    along = (dx.double() * x).sum(-1).abs()
+    assert (along <= (bound * x.abs()).sum(-1)).all(), "dx is orthogonal to x at eps = 0"
+    assert (along < 1e-3 * (dx * x).abs().sum(-1)).all(), "and the bound is not the reason"
     assert torch.equal(fast.rms_norm(x[3:4], w), fast.rms_norm(x, w)[3:4]), (
         "a row does not depend on the others"
     )
@@ -172,15 +180,29 @@ def test_residual_is_add_then_norm_bit_for_bit(dtypes):
     assert x.dtype != r.dtype or torch.equal(y, alone)
 
 
-def test_every_tile_configuration():
-    """The drawn cases force them in turn; here each one meets a row that it holds, and a row that it does not."""
-    for table in tuning.tables(kernels):
-        for tile in table.configs():
-            for N in (min(100, tile["BLOCK_N"]), min(2 * tile["BLOCK_N"], 300)):
-                x, w = draw(5, N), draw(N)
-                with tuning.forced({table.name: tile}):
-                    y = fast.rms_norm(x, w)
-                    close((y, *gradients(y, (x, w))), (z := reference.rms_norm(x, w), *gradients(z, (x, w))))
+@pytest.mark.parametrize("table", tuning.tables(kernels), ids=lambda table: table.name)
+def test_every_tile_configuration_is_launched_and_right(table, monkeypatch):
+    """The drawn cases force them in turn; here each meets a row that it holds and, where it is narrow, one that it does not."""
+    if interpreting() and table in (kernels.FWD_RING, kernels.BWD_RING):
+        pytest.skip("Triton's interpreter does not run Gluon: the ring is run on a GPU only")
+    launched, run = [], kernels.launch
+
+    def noted(*args, **options):
+        launched.append(options.items())
+        run(*args, **options)
+
+    monkeypatch.setattr(kernels, "launch", noted)
+    narrow = {t.name: t.configs()[0] for t in (kernels.BWD, kernels.BWD_ODD)}  # 304 columns reach BWD_DOT
+    for tile in table.configs():
+        # How deep a pipeline is follows from the shared memory that is there; the rest is the table's.
+        wanted = {item for item in tile.options.items() if item[0] != "STAGES"}
+        for N in dict.fromkeys((min(96, tile.options.get("BLOCK_N", 96)), 304)):
+            N -= table in (kernels.FWD_ODD, kernels.BWD_ODD)
+            x, w = draw(5, N), draw(N)
+            with tuning.forced(narrow | {table.name: tile}):
+                y = fast.rms_norm(x, w)
+                close((y, *gradients(y, (x, w))), (z := reference.rms_norm(x, w), *gradients(z, (x, w))))
+        assert any(wanted <= options for options in launched), f"{tile} was never launched"
 
 
 def test_double_backward():
@@ -190,7 +212,7 @@ def test_double_backward():
         first = gradients(module.rms_norm(x, w, bias=b, residual=r, eps=1e-3), (x, r, w), create_graph=True)
         return torch.autograd.grad(sum((g.pow(2) * g).sum() for g in first), (x, r, w))
 
-    close(second(fast), second(reference), 1e-5)
+    close(second(fast), second(reference), 2**-18)  # of a sum of cubes: twice and three times the errors
 
 
 def test_operators_are_registered_right():
@@ -243,7 +265,7 @@ def test_forward_moves_the_floor_and_nothing_leaves_its_bounds():
 
 
 def floor(*args, **kwargs) -> int:
-    return importlib.import_module("reference.rms_norm").COST["rms_norm"](*args, **kwargs).forward.bytes
+    return definition.COST["rms_norm"](*args, **kwargs).forward.bytes
 
 
 @pytest.mark.parametrize("module", [reference, fast])
