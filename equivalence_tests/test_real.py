@@ -100,7 +100,8 @@ def test_recorded_cotangents_are_the_gradients_of_the_loss() -> None:
     (want,) = torch.autograd.grad(model(input_ids=batch, labels=batch).loss, weight)
     args = [t.requires_grad_() for t in call.args]
     (got,) = torch.autograd.grad(reference.rms_norm(*args, **call.kwargs), args[1], call.cotangents)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    # The same formula on the same numbers; a GPU may add the 48 rows up in another order: √48 u in norm.
+    assert (got - want).norm() <= 2**-21 * want.norm()
 
 
 @pytest.mark.skipif(

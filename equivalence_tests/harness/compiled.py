@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from fast._triton import device as device_facts
+from fast._triton.tuning import Table
 
 REGISTERS_PER_SM, WARPS_PER_SM = 65536, {80: 64, 86: 48, 89: 48, 90: 64}
 
@@ -186,7 +187,12 @@ def pretend(chip: Chip) -> Iterator[None]:
         "get_device_properties": lambda *_: properties,
         "device": lambda *_: contextlib.nullcontext(),
     }
-    remembered = [value for value in vars(device_facts).values() if hasattr(value, "cache_clear")]
+    # What was looked up for another chip: all of them are cuda:0.
+    remembered = [
+        value
+        for value in (*vars(device_facts).values(), *vars(Table).values())
+        if hasattr(value, "cache_clear")
+    ]
     with contextlib.ExitStack() as stack:
         for name, value in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

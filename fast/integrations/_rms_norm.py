@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fast
+from fast._triton.launch import SUPPORTED
 from fast.integrations._forward import Forward
 from reference import rms_norm
 
@@ -81,16 +82,9 @@ def _refusal(module: nn.Module, eps_name: str | None) -> str | None:
         return f"parameters are not of one shape [N]: {shapes}"
     if any(parameter.is_meta for parameter in parameters.values()):
         return "its parameters are on the meta device (not loaded, or offloaded); patch once they are on their device"
-    unsupported = {str(p.dtype) for p in parameters.values()} - {
-        "torch.float16",
-        "torch.bfloat16",
-        "torch.float32",
-    }
-    return (
-        f"its parameters are {', '.join(unsupported)}; fast.rms_norm takes float16, bfloat16, float32"
-        if unsupported
-        else None
-    )
+    if unsupported := {p.dtype for p in parameters.values()} - set(SUPPORTED):
+        return f"its parameters are {', '.join(map(str, unsupported))}; fast.rms_norm takes {', '.join(map(str, SUPPORTED))}"
+    return None
 
 
 def _classify(module: nn.Module, eps_name: str) -> Forward | str:
