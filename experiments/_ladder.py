@@ -112,7 +112,7 @@ def timed(ladder: Ladder, dtype: str, shape: str = TIMED) -> dict[str, dict[str,
         figures[step.name] = {"timed_shape": shape, "peak_mib": _timing.peak_mib(thunks[0], stream)}
         entrants[step.name] = _timing.captured(thunks, stream)
     timing = _timing.race(entrants, stream)
-    copy_gbps = 2 * 2**31 / timing["copy"].ms / 1e6
+    copy_gbps = _timing.copy_gbps(timing["copy"])
     for name, found in figures.items():
         ms = timing[name].ms
         found |= {

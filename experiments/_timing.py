@@ -16,12 +16,11 @@ import torch
 Thunk = Callable[[], Any]
 
 WARM_UP_CALLS = 3
-RUN_MS, MAX_CYCLES = (
-    2.0,
-    50,
-)  # one timed run lasts about this long, so that starting a graph (µs) does not count
+# One timed run lasts about RUN_MS, so that starting a graph (µs) does not count.
+RUN_MS, MAX_CYCLES = 2.0, 50
 RACE_MS, MIN_ROUNDS, MAX_ROUNDS = 60.0, 7, 200
 HOST_BATCH, HOST_BATCHES = 25, 8  # a batch must fit the launch queue (1024): a full queue would time the GPU
+COPY_BYTES, GEMM_SIZE = 2**31, 8192
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ def captured(thunks: Sequence[Thunk], stream: torch.cuda.Stream) -> Contestant:
 
 def _graph(thunks: Sequence[Thunk], cycles: int, stream: torch.cuda.Stream) -> Contestant:
     graph = torch.cuda.CUDAGraph()
-    alive: deque[Any] = deque(
-        maxlen=len(thunks)
-    )  # results of one cycle: no call may reuse the memory of the one before
+    # Results of one cycle: no call may reuse the memory of the one before.
+    alive: deque[Any] = deque(maxlen=len(thunks))
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(cycles):
             for thunk in thunks:
@@ -130,15 +128,20 @@ def peak_mib(thunk: Thunk, stream: torch.cuda.Stream) -> float:
     return peak / 2**20
 
 
-def copy_contestant(device: torch.device, nbytes: int = 2**31) -> Contestant:
-    """A device-to-device copy of `nbytes`, which moves twice as many."""
-    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+def copy_contestant(device: torch.device) -> Contestant:
+    """A device-to-device copy of COPY_BYTES, which moves twice as many."""
+    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Contestant(lambda: target.copy_(source), 1)
 
 
-def gemm_contestant(device: torch.device, size: int = 8192) -> Contestant:
-    """A bf16 matrix product through cuBLAS: 2·size³ FLOPs on random contents."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+def copy_gbps(copy: Timing) -> float:
+    """GB/s of that copy, read and written bytes together."""
+    return 2 * COPY_BYTES / copy.ms / 1e6
+
+
+def gemm_contestant(device: torch.device) -> Contestant:
+    """A bf16 matrix product through cuBLAS: 2·GEMM_SIZE³ FLOPs on random contents."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return Contestant(lambda: torch.mm(a, b, out=out), 1)

@@ -22,10 +22,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PHASES = ("fwd", "bwd", "fwd+bwd")
 
 
-class Unsupported(Exception):
-    """A peer has no such option; the message says which."""
-
-
 @dataclass
 class Call:
     """Arguments of one call and the cotangents of its outputs. `wanted` are the tensors that get a gradient."""

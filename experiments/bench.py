@@ -28,9 +28,8 @@ from experiments._timing import Contestant, Thunk, Timing
 from experiments._work import DTYPES, PHASES, Call, Row, experiment, operations
 
 ROTATED_BYTES = 2**29  # inputs and outputs of one cycle over the sets: far more than any L2 holds
-AGREEMENT = (
-    0.02  # a peer farther than this from the reference, normwise, computes something else and is not timed
-)
+# A peer farther than this from the reference, normwise, computes something else and is not timed.
+AGREEMENT = 0.02
 CORE = ("reference", "compile", "fast")
 FIGURES = ("kernel_ms", "host_us", "gbps", "tflops", "peak_mib", "percent_of_limit", "spread")
 
@@ -80,15 +79,14 @@ class Bench:
 
     def __init__(self, device: torch.device, seed: int):
         self.device, self.stream = device, torch.cuda.Stream(device)
-        torch.cuda.set_stream(
-            self.stream
-        )  # of all that follows: autograd runs a backward where its forward ran
+        # Of all that follows: autograd runs a backward where its forward ran.
+        torch.cuda.set_stream(self.stream)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.copy = _timing.copy_contestant(device)
         gemm = _timing.gemm_contestant(device)
         timing = _timing.race({"copy": self.copy, "gemm": gemm}, self.stream)
-        self.copy_gbps = 2 * 2**31 / timing["copy"].ms / 1e6
-        self.gemm_tflops = 2 * 8192**3 / timing["gemm"].ms / 1e9
+        self.copy_gbps = _timing.copy_gbps(timing["copy"])
+        self.gemm_tflops = 2 * _timing.GEMM_SIZE**3 / timing["gemm"].ms / 1e9
 
     def measure(self, row: Row, dtype: str, impls: list[str], phases: list[str]) -> Iterator[dict[str, Any]]:
         """A record per implementation and phase; where no figure could be taken, one with a reason in its place."""
@@ -153,7 +151,7 @@ class Bench:
     def _record(
         self, flops: int, nbytes: int, copy: Timing, timing: Timing | None, found: dict[str, Any]
     ) -> dict[str, Any]:
-        copy_gbps = 2 * 2**31 / copy.ms / 1e6
+        copy_gbps = _timing.copy_gbps(copy)
         floors = {"copy": nbytes / copy_gbps / 1e6, "gemm": flops / self.gemm_tflops / 1e9}
         limit = max(floors, key=floors.get)
         record = dict.fromkeys(FIGURES) | found

@@ -18,14 +18,8 @@ from experiments._environment import RESULTS, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- table: (\S+)(?: (\S+))? (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-IMPLS = (
-    "reference",
-    "torch",
-    "compile",
-    "liger",
-    "quack",
-    "fast",
-)  # known ones in this order, others behind them
+# Known ones in this order, others behind them.
+IMPLS = ("reference", "torch", "compile", "liger", "quack", "fast")
 
 Record = dict[str, Any]
 
@@ -107,7 +101,7 @@ def verified(records: list[Record], op: str) -> str:
     rows = []
     for r in found:
         worst = f"{r['worst_over_bound']:.3f}", f"{r['worst_over_reference']:.3f}"
-        mutants = f"{r['mutants_killed']}/{r['mutants_total']}"
+        mutants = f"{r['mutants_killed']}/{r['mutants_total']}" if r["mutants_total"] else "–"
         rows.append([r["function"], r["dtype"], str(r["cases"]), *worst, mutants, r["verdict"]])
     return "\n".join([f"On {_where(found[0])}", "", *_table(head, rows), ""])
 
@@ -159,7 +153,7 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
         rows.append(row)
     copies = sorted(r["limit"]["copy_gbps"] for r in records)
     limit = (
-        f"; a device-to-device copy in the same run: {copies[len(copies) // 2]:.0f} GB/s"
+        f"; a device-to-device copy raced with them: {copies[len(copies) // 2]:.0f} GB/s (median)"
         if field == "gbps"
         else ""
     )

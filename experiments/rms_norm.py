@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments._ladder import Ladder, Step, main
-from experiments._work import Call, Row, Unsupported
+from experiments._work import Call, Row
 
 
 def row(
@@ -82,16 +82,7 @@ def random_shape(generator: random.Random) -> str:
 
 
 def _torch() -> Callable:
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        casting: str = "llama",
-    ) -> Any:
+    def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"):
         s = x if residual is None else x + residual
         if casting == "gemma":
             gain = None if weight is None else weight.float() + weight_offset
@@ -107,18 +98,9 @@ def _torch() -> Callable:
 def _liger() -> Callable:
     from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction
 
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        casting: str = "llama",
-    ) -> Any:
+    def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"):
         if bias is not None:
-            raise Unsupported("liger has no bias")
+            raise NotImplementedError("liger has no bias")
         if residual is None:
             return LigerRMSNormFunction.apply(x, weight, eps, weight_offset, casting, True, None)
         return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, weight_offset, casting, False)
@@ -129,16 +111,7 @@ def _liger() -> Callable:
 def _quack() -> Callable:
     from quack.rmsnorm import rmsnorm
 
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        casting: str = "llama",
-    ) -> Any:
+    def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0, casting="llama"):
         dtype = None if residual is None else residual.dtype
         return rmsnorm(
             x,

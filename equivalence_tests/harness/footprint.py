@@ -45,9 +45,8 @@ class Storage:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept = (
-            tensor.untyped_storage()
-        )  # alive as long as the trace, so that no other storage gets its address
+        # Alive as long as the trace, so that no other storage gets its address.
+        self.kept = tensor.untyped_storage()
         self.address, self.nbytes, self.cell = self.kept.data_ptr(), self.kept.nbytes(), tensor.element_size()
         self.end = self.address + self.nbytes
         self.loaded, self.stored = Cover(self.cells), Cover(self.cells)

@@ -184,9 +184,8 @@ def _patch() -> None:
                 f"atomic {op} on bf16 in the interpreter; Triton has only atomic_add on bf16"
             )
         old = np.zeros(ptr.data.shape, np.float32)
-        for i in zip(
-            *np.nonzero(np.broadcast_to(mask.data, old.shape)), strict=True
-        ):  # lanes may meet: one after the other
+        # Lanes may meet: one after the other.
+        for i in zip(*np.nonzero(np.broadcast_to(mask.data, old.shape)), strict=True):
             where, on = ptr.data[i].reshape(1), np.ones(1, bool)
             old[i] = from_bf16_bits(_native.load(where, on, np.zeros(1, np.uint16), np.dtype(np.uint16)))[0]
             _native.store(where, bf16_bits(round_to_bf16((old[i] + val.data[i]).reshape(1))), on)

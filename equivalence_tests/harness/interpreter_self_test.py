@@ -94,9 +94,8 @@ def _arithmetic_of(wrong: list[str], dtype: torch.dtype) -> None:
     x, z = (t.to(_BITS[dtype][0]).view(dtype) for t in (x, z))
     z[::4] = x[::4]  # equal operands
     x[1::4] = z[1::4] * 0.5  # operands of one size, so that sums round
-    x, z = (
-        torch.where(t == 0, torch.ones_like(t), t) for t in (x, z)
-    )  # which zero a minimum returns is nobody's promise
+    # Which zero a minimum returns is nobody's promise.
+    x, z = (torch.where(t == 0, torch.ones_like(t), t) for t in (x, z))
     got = torch.empty(len(names), x.numel(), dtype=dtype)
     _arithmetic[(1,)](x, z, got, x.numel())
     # Written out: torch.fmin and fmax answer a signalling NaN with NaN, a GPU with the number.

@@ -37,8 +37,7 @@ COLUMNS = {
     "mutants": "mutants killed",
     "verdict": "verdict",
 }
-
-
+# Columns of text that the table takes.
 WIDTH = 130
 
 
