@@ -94,6 +94,17 @@ def stale() -> Callable:
     return planted(gradients=gradients)
 
 
+def late() -> Callable:
+    """No dx for the first cotangents, and a wrong one for later ones."""
+    calls: list[int] = []
+
+    def gradients(dx: Tensor, dw: Tensor, *_: Any) -> tuple[Tensor | None, Tensor]:
+        calls.append(1)
+        return None if len(calls) < 3 else 2 * dx, dw
+
+    return planted(gradients=gradients)
+
+
 def noisy(y: Tensor, *_: Any) -> Tensor:
     # At most one unit in the last place: within every bound.
     return torch.where(torch.rand(y.shape, device=y.device) < 0.5, y, y * (1 + 2**-23))
@@ -172,6 +183,7 @@ FAULTS = {
     "gradient rows dropped": ("gradients", planted(gradients=lambda dx, dw, *_: (changed(dx), dw)), case()),
     "no gradient": ("missing gradient", planted(gradients=lambda dx, dw, *_: (dx, None)), case()),
     "stale gradient": ("stale gradient", stale(), case()),
+    "late gradient": ("missing gradient", late(), case()),
     "cotangent written": (
         "cotangent written",
         planted(gradients=lambda dx, dw, dy, *_: (dx, dw, overwritten(dy, dx))[:2]),

@@ -334,8 +334,9 @@ def _gradients(
                 judgement.verdicts[f"d{name}"] = verdict
                 if again[name] is None or not same_bits(grad, again[name]):
                     judgement.add("second backward", f"d{name} has other bits")
-            # Wrong at once is wrong; right at first and wrong for later cotangents is stale.
-            if not verdict.ok and (kind == "gradients" or judgement.verdicts[f"d{name}"].ok):
+            # Wrong at once is wrong; right at first and wrong for later cotangents is stale; missing at first has been said.
+            first = judgement.verdicts.get(f"d{name}")
+            if not verdict.ok and (kind == "gradients" or (first is not None and first.ok)):
                 judgement.add(kind if verdict.wrong else "normwise", str(verdict))
 
 
