@@ -258,6 +258,30 @@ def test_the_wheel_ships_three_typed_packages(tmp_path: Path) -> None:
     assert shipped == wanted
 
 
+NOTES = sorted((ROOT / "paper_notes").glob("*.md"))
+MAX_NOTE = 200
+
+
+@pytest.mark.parametrize("path", NOTES, ids=name_of)
+def test_notes_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_NOTE
+
+
+@pytest.mark.parametrize("path", [*sorted(ROOT.glob("*.md")), *NOTES], ids=name_of)
+def test_links_between_files_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text())
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_the_tour_of_the_readme_runs() -> None:
+    """The README's first two blocks, in the interpreter as the text below them says, so that no GPU is needed."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[:2]
+    there, here = 'device, dtype = "cuda", torch.bfloat16', 'device, dtype = "cpu", torch.float32'
+    tour = "".join(blocks)
+    assert there in tour
+    assert "rms_norm" in run_python(tour.replace(there, here), TRITON_INTERPRET="1").lower()
+
+
 README_EXAMPLE = re.compile(r"```python\n# my_norm\.py\n(.*?)```", re.S)
 
 

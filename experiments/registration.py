@@ -3,7 +3,7 @@
     python -m experiments.registration [--json FILE]
 
 The operation doubles its input (one ATen call, so the rest is the registration's own cost); the figures are medians of batches.
-    bare         autograd.Function over the plain function: cheapest, but opaque neither to torch.compile nor to fake tensors
+    bare         autograd.Function over the plain function: cheapest, but no operator for torch.compile and fake tensors
     inside       autograd.Function outside, a torch.library operator inside: what fast/_triton/registration.py does
     custom_op    torch.library.custom_op with register_autograd
 """
