@@ -133,6 +133,15 @@ def test_bad_usage_is_status_2_and_says_what_is_allowed(
     assert captured.out == "", "found before any work is done"
 
 
+def test_a_module_that_raises_while_it_is_imported_is_bad_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "broken_kernel.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--impl", "broken_kernel:f"]) == 2
+    assert "broken_kernel cannot be imported: SyntaxError" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_bad_usage(capsys: pytest.CaptureFixture):
     assert main(["--device", "cuda"]) == 2

@@ -115,7 +115,7 @@ def _tell(console: Console, result: Result) -> None:
             f"{'zeros' if p == 'zeros' else '× 1.01'} in {n}" for p, n in sorted(exempt.items(), reverse=True)
         )
         console.print(f"{name}: of {result.outputs} outputs, the truth is too small to refuse {words}")
-    if labels := {label.split(",")[0] for label in result.real}:
+    if labels := {label.rsplit(", ", 1)[0] for label in result.real}:
         console.print(f"{name}: real tensors from {', '.join(sorted(labels))}")
 
 

@@ -163,7 +163,7 @@ class Run:
 
 
 def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
-    """Run `impl` on the sample and say what is wrong with it. Exceptions of `impl` are findings, except Unsupported.
+    """Run `impl` on the sample and say what is wrong with it. Exceptions of `impl` and exits are findings, except Unsupported.
 
     again: run it a second time, and with fewer gradients, for what shows only then.
     """
@@ -186,8 +186,8 @@ def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
                 _rerun(judgement, sample, impl, first, grads)
                 _writes(judgement, watch)
     except Unsupported as reason:
-        return Judgement(unsupported=str(reason))
-    except Exception as error:
+        return Judgement(unsupported=str(reason) or "what it does not name")
+    except (Exception, SystemExit) as error:
         judgement.add("error", f"{type(error).__name__}: {error}")
         return judgement
     truth = Run(definition, sample, everything, torch.float64)
@@ -208,8 +208,8 @@ def subsets(sample: Sample, impl: Callable) -> Judgement:
                 for required in combinations(everything, size):
                     _same(judgement, "subset", sample, Run(impl, sample, required), full, grads)
     except Unsupported as reason:
-        return Judgement(unsupported=str(reason))
-    except Exception as error:
+        return Judgement(unsupported=str(reason) or "what it does not name")
+    except (Exception, SystemExit) as error:
         judgement.add("error", f"{type(error).__name__}: {error}")
     return judgement
 
