@@ -117,6 +117,8 @@ def test_a_mismatch_is_shrunk_told_saved_and_replayed(tmp_path: Path, capsys: py
             "--impl must be one of fast, reference, torch, liger, transformers or package.module:function",
         ),
         (["--impl", "no.such.module:f"], "cannot be imported"),
+        (["--impl", ""], "--impl must be one of fast"),
+        (["--impl", ":f"], "cannot be imported"),
         (["--impl", "math:no_such_function"], "math has no no_such_function"),
         (["--impl", "math:pi"], "not callable"),
         (["--json", "no/such/directory/r.json"], "cannot be written"),
@@ -137,7 +139,9 @@ def test_a_module_that_raises_while_it_is_imported_is_bad_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     (tmp_path / "broken_kernel.py").write_text("def f(:\n")
+    (tmp_path / "leaving_kernel.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--impl", "leaving_kernel:f"]) == 2
     assert main(["--impl", "broken_kernel:f"]) == 2
     assert "broken_kernel cannot be imported: SyntaxError" in capsys.readouterr().err
 
@@ -157,6 +161,9 @@ def test_a_file_that_is_no_failure_is_not_replayed(tmp_path: Path, capsys: pytes
     (tmp_path / "f.json").write_text(json.dumps(record))
     assert main(["--replay", "f.json"]) == 2
     assert "not a test case" in capsys.readouterr().err
+    for damage in ({"impl": 7}, {"words": None}, {"profile": []}, {"what": "guess"}):
+        (tmp_path / "f.json").write_text(json.dumps(record | damage))
+        assert main(["--replay", "f.json"]) == 2, damage
 
 
 def test_an_unknown_option_is_status_2():

@@ -1,5 +1,6 @@
 """The judge judged: planted implementations of rms_norm are refused, each for the right reason, and a right one is accepted."""
 
+import sys
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -244,6 +245,20 @@ def test_an_option_that_is_lacked_is_counted_and_no_failure():
     judgement = verdict(lacking)
     assert judgement.ok
     assert judgement.unsupported == "a weight"
+
+
+def test_lacking_without_a_reason_is_no_pass():
+    def lacking(x: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+        raise Unsupported
+
+    assert verdict(lacking).unsupported
+
+
+def test_an_implementation_that_exits_is_refused():
+    def leaving(x: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+        sys.exit(0)
+
+    assert "error" in verdict(leaving).kinds
 
 
 @pytest.mark.parametrize("name", ["frozen weight, no dx", "frozen x, other dw"])

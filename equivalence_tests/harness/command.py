@@ -37,7 +37,7 @@ def execute(given: argparse.Namespace, device: str) -> int:
 
 
 def _jobs(given: argparse.Namespace, device: str) -> list[Job]:
-    chosen, impl = _operations(given.op), given.impl or "fast"
+    chosen, impl = _operations(given.op), "fast" if given.impl is None else given.impl
     if ":" in impl and len(chosen) > 1:
         raise UsageError(f"--impl {impl} is one function; name the operation, one of {_names(operations())}")
     if given.profile not in PROFILES:
@@ -123,12 +123,13 @@ def _replay(console: Console, given: argparse.Namespace, device: str) -> int:
     """Run a saved failure again: status 1 if it still fails, 0 if not."""
     try:
         record = failures.load(given.replay)
-        impl = given.impl or record["impl"]
+        impl = record["impl"] if given.impl is None else given.impl
         function = peers.implementation(impl, operation(record["function"]))
         job = runner.job_of(record, function, impl, device)
         interpreter.correct()
         outcome = runner.replay(record, job)
-    except (ValueError, KeyError, IndexError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # A record that somebody edited: what the implementation raises is a finding and does not come here.
         raise UsageError(f"--replay {given.replay}: {error}") from error
     console.print(
         f"{record['function']} {record['dtype']} by {impl}, as in {given.replay}\n  {record['words']}"

@@ -47,7 +47,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--replay {path}: {error}") from error
-    if not isinstance(record, dict) or not {"function", "dtype", "impl", "device", "what"} <= record.keys():
-        raise ValueError(f"--replay {path}: no failure that this command saved")
+        raise ValueError(f"cannot be read: {error}") from error
+    texts = ("function", "dtype", "impl", "device", "what", "words")
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in texts):
+        raise ValueError("no failure that this command saved")
     return record

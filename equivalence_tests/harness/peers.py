@@ -44,7 +44,7 @@ def implementation(name: str, operation: Operation) -> Callable:
 def _import(name: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever a stranger's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises while it is imported
         raise UsageError(
             f"--impl {name}: {module} cannot be imported: {type(error).__name__}: {error}"
         ) from error
