@@ -283,3 +283,12 @@ def test_a_foreign_wrapper_around_the_patch_is_an_error_at_unpatch() -> None:
     assert attributes(model) == before
     model.model.norm.forward = forward
     unpatch(model)
+
+
+def test_the_tensor_may_be_given_by_the_name_that_the_class_gives_it():
+    norm, x = nn.RMSNorm(8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    patch(norm)
+    torch.testing.assert_close(norm(x=x), norm(x), rtol=0, atol=0)
+    for args, named in (((), {"hidden_states": x}), ((x,), {"x": x}), ((), {}), ((x, x), {})):
+        with pytest.raises(TypeError, match=r"RMSNorm\.forward takes one tensor, x"):
+            norm(*args, **named)

@@ -42,11 +42,18 @@ class RMSNormForward(Forward):
     def __init__(self, module: nn.Module, eps_name: str, casting: str, weight_offset: float) -> None:
         super().__init__(module)
         self.eps_name, self.casting, self.weight_offset = eps_name, casting, weight_offset
+        _, self.argument = inspect.signature(type(module).forward).parameters
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **named: Tensor) -> Tensor:
+        """One tensor, by position or by the name that the class's own forward gives it."""
+        if len(args) + len(named) != 1 or not named.keys() <= {self.argument}:
+            given = f"{len(args)} positional arguments and {list(named)}"
+            raise TypeError(
+                f"{type(self.module).__name__}.forward takes one tensor, {self.argument}; got {given}"
+            )
         module = self.module
         return fast.rms_norm(
-            hidden_states,
+            args[0] if args else named[self.argument],
             getattr(module, "weight", None),
             bias=getattr(module, "bias", None),
             eps=_eps(module, self.eps_name),
