@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 import torch
@@ -205,14 +206,61 @@ def test_every_tile_configuration_is_launched_and_right(table, monkeypatch):
         assert any(wanted <= options for options in launched), f"{tile} was never launched"
 
 
-def test_double_backward():
-    x, r, w, b = draw(3, 20), draw(3, 20, seed=1), draw(20), draw(20, seed=2)
+@pytest.mark.parametrize("names", [n for k in range(1, 5) for n in combinations("xwbr", k)], ids="".join)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_double_backward(names, with_residual):
+    """Every subset of requires_grad, with and without the optional tensors."""
+    if "r" in names and not with_residual:
+        names = tuple(n for n in names if n != "r") or ("x",)
+    given = {
+        n: draw(*shape, seed=i).detach()
+        for i, (n, shape) in enumerate(zip("xwbr", [(3, 20), (20,), (20,), (3, 20)], strict=True))
+    }
+    wanted = [given[n].requires_grad_() for n in names]
 
     def second(module) -> tuple[Tensor, ...]:
-        first = gradients(module.rms_norm(x, w, bias=b, residual=r, eps=1e-3), (x, r, w), create_graph=True)
-        return torch.autograd.grad(sum((g.pow(2) * g).sum() for g in first), (x, r, w))
+        residual = given["r"] if with_residual else None
+        outputs = module.rms_norm(given["x"], given["w"], bias=given["b"], residual=residual, eps=1e-3)
+        used = tuple(o for o in (outputs if with_residual else (outputs,)) if o.requires_grad)
+        first = gradients(used, wanted, create_graph=True)
+        total = sum((g.pow(2) * g).sum() for g in first)
+        if not total.requires_grad:  # linear in what was asked for: only b
+            return first
+        return first + torch.autograd.grad(total, wanted, materialize_grads=True)
 
     close(second(fast), second(reference), 2**-18)  # of a sum of cubes: twice and three times the errors
+
+
+@pytest.mark.parametrize("dtypes", [(F32, BF16), (BF16, F32), (BF16, BF16)])
+def test_gradients_with_create_graph_are_those_without(dtypes):
+    x, r, w = draw(5, 64, dtype=dtypes[0]), draw(5, 64, dtype=dtypes[1], seed=1), draw(64)
+    plain = gradients(fast.rms_norm(x, w, residual=r), (x, r, w))
+    graphed = gradients(fast.rms_norm(x, w, residual=r), (x, r, w), create_graph=True)
+    for a, b in zip(plain, graphed, strict=True):
+        assert (a - b).double().norm() <= torch.finfo(
+            a.dtype
+        ).eps * b.double().norm()  # fp32 sums may round to a neighbour
+
+
+def test_double_backward_of_x_alone():
+    y = fast.rms_norm(x := draw(2, 4))
+    (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    assert torch.autograd.grad(dx.pow(2).sum(), x)[0].isfinite().all()
+
+
+def test_residual_may_be_x_itself():
+    x, w = draw(4, 32), draw(32)
+    compiled = torch.compile(
+        lambda x, w: fast.rms_norm(x, w, residual=x), fullgraph=True, backend="aot_eager"
+    )
+    got, wanted = compiled(x, w), reference.rms_norm(x, w, residual=x)
+    close(got + gradients(got, (x, w)), wanted + gradients(wanted, (x, w)), 2**-20)
+
+
+def test_residual_out_needs_no_gradient_of_parameters():
+    y, s = fast.rms_norm(draw(3, 8).detach(), draw(8), residual=draw(3, 8, seed=1).detach())
+    assert y.requires_grad
+    assert not s.requires_grad
 
 
 def test_operators_are_registered_right():
@@ -279,6 +327,9 @@ def floor(*args, **kwargs) -> int:
         ({"x": torch.ones(())}, ValueError, r"x must have shape \[\*, N\], got \[\]"),
         ({"eps": -1e-6}, ValueError, "eps must be a number ≥ 0, got -1e-06"),
         ({"eps": float("nan")}, ValueError, "eps must be a number ≥ 0, got nan"),
+        ({"eps": "1e-6"}, TypeError, "eps must be a number, got '1e-6'"),
+        ({"weight_offset": None}, TypeError, "weight_offset must be a number, got None"),
+        ({"weight_offset": float("inf")}, ValueError, "weight_offset must be finite, got inf"),
         ({"casting": "lama"}, ValueError, r"casting must be one of \('llama', 'gemma'\), got 'lama'"),
         (
             {"weight": None, "weight_offset": 1.0},

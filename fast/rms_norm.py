@@ -391,6 +391,8 @@ class _RMSNorm(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if residual is None else s, weight, bias, rstd)
         ctx.eps, ctx.offset, ctx.x_dtype = eps, offset, x.dtype
+        if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(s)
         return y if residual is None else (y, s)
 
     @staticmethod
@@ -414,11 +416,18 @@ class _RMSNorm(Function):
         return *(grad if needed else None for grad, needed in grads), None, None, None
 
 
-def _differentiable_backward(ctx: Any, dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, bias: Tensor | None):
-    """The reference's gradients, for create_graph=True. s is residual_out itself, so its graph leads on to x and residual."""
-    grads = rms_norm_backward((dy,), s, weight, bias=bias, eps=ctx.eps, weight_offset=ctx.offset)
+def _differentiable_backward(
+    ctx: Any, dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The reference's gradients, for create_graph=True. s is residual_out itself, so its graph leads on to x and residual.
+
+    s enters in fp32, so that nothing is rounded before ds is added, as in the kernel.
+    """
+    grads = rms_norm_backward((dy,), s.float(), weight, bias=bias, eps=ctx.eps, weight_offset=ctx.offset)
     total = grads["x"] if ds is None else grads["x"] + ds
-    return total.to(ctx.x_dtype), grads.get("weight"), grads.get("bias"), total, None, None, None
+    found = (total.to(ctx.x_dtype), grads.get("weight"), grads.get("bias"), total.to(s.dtype))
+    needed = ctx.needs_input_grad[: len(found)]
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), None, None, None
 
 
 def rms_norm(
@@ -440,6 +449,8 @@ def rms_norm(
     """
     check_rms_norm(x, weight, bias, residual, eps, weight_offset, casting)
     check_supported("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
+    if residual is x:
+        residual = x.view_as(x)  # torch.compile refuses one tensor as two inputs of a Function
     call = (x, weight, bias, residual, float(eps), float(weight_offset), casting)
     if torch.is_grad_enabled():
         return _RMSNorm.apply(*call)

@@ -15,6 +15,7 @@ Where values are rounded (everything else is computed in fp32, or float64 where 
 The gradients have no rounding but that of each result to the dtype of its argument: rounding is passed straight through.
 """
 
+from math import isfinite
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -46,7 +47,8 @@ def rms_norm(
 
     weight, bias: [N], any floating dtype. Without a weight y = x̂ (+ bias), and weight_offset must stay 0.
     residual: its own dtype, which residual_out has too. eps: ≥ 0, added to the mean square.
-    Raises TypeError for a dtype that is not floating point; ValueError for a shape, device or option that is not allowed.
+    Raises TypeError for a dtype that is not floating point and an option that is no number; ValueError for a shape, device or
+    option that is not allowed.
     """
     check_rms_norm(x, weight, bias, residual, eps, weight_offset, casting)
     wide = promote(x, weight, bias, residual)
@@ -183,8 +185,13 @@ def check_rms_norm(
     )
     if sizes["N"] == 0:
         raise ValueError(f"rms_norm: the last dimension of x must be at least 1, got shape {list(x.shape)}")
+    for name, number in (("eps", eps), ("weight_offset", weight_offset)):
+        if not hasattr(number, "__float__"):
+            raise TypeError(f"rms_norm: {name} must be a number, got {number!r}")
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps must be a number ≥ 0, got {eps!r}")
+    if not isfinite(weight_offset):
+        raise ValueError(f"rms_norm: weight_offset must be finite, got {weight_offset!r}")
     if weight is None and weight_offset != 0:
         raise ValueError(
             f"rms_norm: weight_offset is added to weight, and weight is None; it must be 0, got {weight_offset!r}"
