@@ -11,13 +11,14 @@ Fusion      eager, bf16                                  here
             autograd's chain of the same, twice over     dy, s, r, w ─ _rms_norm_bwd ─ ds, DW[P, N]
                                                          DW[P, N] ─ _rms_norm_bwd_sum ─ dw     2 launches
 Floor       forward M·N·(in + out) bytes, backward M·N·(dy + s + ds). At 16384 × 4096 in bf16 268 MB and 403 MB:
-            63 and 95 µs at 4.26 TB/s; 6 and 13 FLOPs an element are 0.4 and 0.9 GFLOP, nothing beside it.
+            63 and 94 µs at the rate of a copy, 4281 GB/s (experiments/results/h200); 6 and 13 FLOPs an element are 0.4 and
+            0.9 GFLOP, nothing beside it.
 Tiles       A program holds BLOCK_M whole rows in registers, so nothing is read twice. Backward programs are persistent: each
             strides over the rows, the next ones on their way (STAGES), and keeps its partial of dw in registers to the end.
             Rows too long for that pass through shared memory (fast/_rms_norm_ring.py), or, where they do not fit or the
-            ring lacks an option, in loops over tiles of columns (fast/_rms_norm_columns.py): forward reads the row again,
-            from L2; backward takes c in a kernel of its own, then the tiles walk down the rows.
-Rounding    fp32 inside; the points where values are rounded are the reference's.
+            ring lacks something (residual; N no multiple of 16), in loops over tiles of columns (fast/_rms_norm_columns.py):
+            forward reads the row again, from L2; backward takes c in a kernel of its own, then the tiles walk down the rows.
+Rounding    fp32 inside, without fused multiply-adds; the points where values are rounded are the reference's.
 Determinism dw and db: fp32 partials, one per program, added in a fixed order by a second kernel; no atomics. The tile
             depends on the row alone (N, dtype), so a row's bits do not depend on how many rows there are.
 Limits      fp32, fp16, bf16; leading dims that need more than two strides, and rows without unit stride, are copied first.

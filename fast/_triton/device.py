@@ -11,7 +11,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @lru_cache
 def arch(device: torch.device) -> int:
-    """Compute capability as one number (90 on an H200). The interpreter stands in for the newest tuned one."""
+    """Compute capability as one number (90 on an H200). The interpreter stands in for an H200."""
     if device.type == "cpu":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

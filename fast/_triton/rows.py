@@ -17,7 +17,7 @@ class RowView(NamedTuple):
     inner: int
 
     def aligned(self) -> "RowView":
-        """Itself, or a copy, such that every row starts at a multiple of 16 elements."""
+        """Itself, or a copy, such that the pointer is a multiple of 16 bytes and both strides are of 16 elements."""
         x = self.tensor
         if x.data_ptr() % 16 == 0 and self.outer_stride % 16 == 0 and self.inner_stride % 16 == 0:
             return self
