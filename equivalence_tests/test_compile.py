@@ -25,6 +25,9 @@ TOLERATED = {
     # Triton 3.9 runs out of registers by 33 here; 3.6 does not, and the figures in experiments/results/h200 are from it. The
     # alternative at 32768 columns, loops over the columns, reads both tensors once more from memory.
     ("_rms_norm_bwd_ring", "CHUNKS=4", "sm_90"): 132,
+    # Triton 3.6, rows of an odd length with a residual: each element has its own mask and address.
+    ("_rms_norm_bwd", "BLOCK_N=512", "sm_90"): 48,
+    ("_rms_norm_bwd", "BLOCK_N=1024", "sm_90"): 16,
 }
 DEEP = os.environ.get("TANDEM_PROFILE") == "deep"
 CHIPS = ["sm_80", "sm_86", "sm_90"]  # sm_89 has sm_86's shared memory and is compiled in the deep profile
