@@ -16,18 +16,19 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 
 from equivalence_tests.harness.interpreter import interpreting
 from experiments._work import experiment, operations
 
-# Spills that are known and bounded, with the reason why they ship: (kernel, part of its configuration, chip) → bytes.
+# Spills that are known and bounded, with the reason why they ship: (Triton, kernel, part of its configuration, chip) → bytes.
 TOLERATED = {
-    # Triton 3.9 runs out of registers by 33 here; 3.6 does not, and the figures in experiments/results/h200 are from it. The
-    # alternative at 32768 columns, loops over the columns, reads both tensors once more from memory.
-    ("_rms_norm_bwd_ring", "CHUNKS=4", "sm_90"): 132,
-    # Triton 3.6, rows of an odd length with a residual: each element has its own mask and address.
-    ("_rms_norm_bwd", "BLOCK_N=512", "sm_90"): 48,
-    ("_rms_norm_bwd", "BLOCK_N=1024", "sm_90"): 16,
+    # 33 registers too many here; Triton 3.6, which the figures in experiments/results/h200 are from, needs none. The alternative
+    # at 32768 columns, loops over the columns, reads both tensors once more from memory.
+    ("3.9", "_rms_norm_bwd_ring", "CHUNKS=4", "sm_90"): 132,
+    # Rows of an odd length with a residual: each element has its own mask and address.
+    ("3.6", "_rms_norm_bwd", "BLOCK_N=512", "sm_90"): 48,
+    ("3.6", "_rms_norm_bwd", "BLOCK_N=1024", "sm_90"): 16,
 }
 DEEP = os.environ.get("TANDEM_PROFILE") == "deep"
 CHIPS = ["sm_80", "sm_86", "sm_90"]  # sm_89 has sm_86's shared memory and is compiled in the deep profile
@@ -68,12 +69,11 @@ def test_configurations_compile_without_spills(op: str, chip: str, tmp_path: Pat
 
 
 def tolerated(record: dict[str, Any]) -> bool:
-    return any(
-        (record["kernel"], record["chip"]) == (kernel, chip)
+    return len(record["faults"]) == 1 and any(
+        (triton.__version__.rsplit(".", 1)[0], record["kernel"], record["chip"]) == (version, kernel, chip)
         and part in record["configuration"].split()
         and record["spills"] <= limit
-        and len(record["faults"]) == 1
-        for (kernel, part, chip), limit in TOLERATED.items()
+        for (version, kernel, part, chip), limit in TOLERATED.items()
     )
 
 

@@ -206,12 +206,15 @@ def test_every_tile_configuration_is_launched_and_right(table, monkeypatch):
         assert any(wanted <= options for options in launched), f"{tile} was never launched"
 
 
-@pytest.mark.parametrize("names", [n for k in range(1, 5) for n in combinations("xwbr", k)], ids="".join)
-@pytest.mark.parametrize("with_residual", [False, True])
+SUBSETS = [n for k in range(1, 5) for n in combinations("xwbr", k)]
+
+
+@pytest.mark.parametrize(
+    ("names", "with_residual"),
+    [(n, given) for n in SUBSETS for given in (True, False) if given or "r" not in n],
+)
 def test_double_backward(names, with_residual):
-    """Every subset of requires_grad, with and without the optional tensors."""
-    if "r" in names and not with_residual:
-        names = tuple(n for n in names if n != "r") or ("x",)
+    """Every subset of requires_grad, with and without a residual."""
     given = {
         n: draw(*shape, seed=i).detach()
         for i, (n, shape) in enumerate(zip("xwbr", [(3, 20), (20,), (20,), (3, 20)], strict=True))
@@ -237,15 +240,18 @@ def test_gradients_with_create_graph_are_those_without(dtypes):
     plain = gradients(fast.rms_norm(x, w, residual=r), (x, r, w))
     graphed = gradients(fast.rms_norm(x, w, residual=r), (x, r, w), create_graph=True)
     for a, b in zip(plain, graphed, strict=True):
-        assert (a - b).double().norm() <= torch.finfo(
-            a.dtype
-        ).eps * b.double().norm()  # fp32 sums may round to a neighbour
+        # Both are rounded once from fp32 sums that may differ, so to neighbours at worst.
+        assert (a - b).double().norm() <= torch.finfo(a.dtype).eps * b.double().norm()
 
 
 def test_double_backward_of_x_alone():
-    y = fast.rms_norm(x := draw(2, 4))
-    (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    assert torch.autograd.grad(dx.pow(2).sum(), x)[0].isfinite().all()
+    x = draw(2, 4)
+
+    def second(module) -> tuple[Tensor, ...]:
+        first = gradients(module.rms_norm(x, eps=1e-3), (x,), create_graph=True)
+        return first + torch.autograd.grad(first[0].pow(3).sum(), x)
+
+    close(second(fast), second(reference), 2**-18)
 
 
 def test_residual_may_be_x_itself():
