@@ -11,27 +11,30 @@ import torch
 from equivalence_tests.harness.cases import Case
 from equivalence_tests.harness.interpreter import interpreting
 from equivalence_tests.harness.mutants import Mutant, killed, planted
-from equivalence_tests.harness.operations import operations, suite
+from equivalence_tests.harness.operations import Operation, operations, suite
 from equivalence_tests.harness.peers import implementation
 from equivalence_tests.harness.strategies import PROFILES, sample
 
 DEVICE = "cpu" if interpreting() else "cuda"
-MUTANTS = [(o, m) for o in operations() for m in getattr(suite(o.op), "MUTANTS", ())]
+MUTANTS = [
+    (o, m)
+    for o in operations()
+    for m in getattr(suite(o.op), "MUTANTS", ())
+    if m.of in (None, o.function)
+]
 
 
-def cases(mutant: Mutant, op: str) -> list[Case]:
+def cases(mutant: Mutant, operation: Operation) -> list[Case]:
     """Examples and drawn cases in one dtype, those with many tensors first."""
-    dtype = mutant.dtypes[-1]
-    found = [c for c in getattr(suite(op), "EXAMPLES", ()) if c.dtype == dtype]
-    for o in operations():
-        if o.op == op:
-            found += islice(sample(o, dtype, PROFILES["ci"], seed=0), PROFILES["ci"].examples)
+    dtype, function = mutant.dtypes[-1], operation.function
+    found = [c for c in getattr(suite(operation.op), "EXAMPLES", ()) if (c.function, c.dtype) == (function, dtype)]
+    found += islice(sample(operation, dtype, PROFILES["ci"], seed=0), PROFILES["ci"].examples)
     return sorted(found, key=lambda c: -sum(spec is not None for _, spec in c.tensors))
 
 
-@pytest.mark.parametrize(("operation", "mutant"), MUTANTS, ids=[m.name for _, m in MUTANTS])
+@pytest.mark.parametrize(("operation", "mutant"), MUTANTS, ids=[f"{o.function}-{m.name}" for o, m in MUTANTS])
 def test_mutant_is_killed(operation, mutant):
-    dead, reason, _ = killed(mutant, implementation("fast", operation), cases(mutant, operation.op), DEVICE)
+    dead, reason, _ = killed(mutant, implementation("fast", operation), cases(mutant, operation), DEVICE)
     assert dead, f"{mutant.name} lives: no case refused {mutant.old!r} → {mutant.new!r}"
     assert reason
 

@@ -17,10 +17,14 @@ class Dims:
 
     shape: words of the dimension key (paper_notes/README.md), e.g. "* N"; "*" is any number of leading dims.
     dtype: "working" follows the case's dtype; "own" may be any floating dtype; an argument's name copies that argument's.
+    fan_in: of a weight, the word of the dimension that is summed over: the harness draws it 1/√fan_in in size, as models do.
+    beside: an argument that it may share one packed tensor with, and the word of the dimension along which they are packed.
     """
 
     shape: str
     dtype: str = "working"
+    fan_in: str | None = None
+    beside: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

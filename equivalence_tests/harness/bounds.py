@@ -13,6 +13,9 @@ n·u is the bound of any order of summation. For large n nothing comes near it: 
 exceeds λ√n·u with a probability of 2·exp(−λ²/2) at most (Higham & Mary 2019, https://doi.org/10.1137/18M1226312); λ = 8
 makes that 3·10⁻¹⁴ an element.
 
+Independent roundings. Where a term adds up intermediates that were each rounded on their own, Term.rms is the root of the sum of
+their squares, and the same theorem bounds what they do together by λ·u·rms.
+
 Underflow. What is smaller than the smallest normal number of fp32 or bf16 may be flushed to zero, as GPUs do; fp16 has to
 round to its subnormals. An intermediate that is rounded underflows the same way; Term.unit says how much of that arrives.
 Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the largest finite number of that
@@ -21,7 +24,7 @@ sign. NaN is right where the truth is NaN, and nowhere else; so is ±inf.
 Normwise. Worst-case bounds add u's up; the errors themselves behave like random numbers. Rounding to nearest moves a number
 by δ·|number| with δ in ±u, of variance u²/3 at most, so with n ≥ 1024 elements
 
-    ‖got − truth‖ ≤ max(1.5 · ‖baseline − truth‖,  ‖fp32 part + √(Σ (u·value)² / 3) + underflow‖)
+    ‖got − truth‖ ≤ max(1.5 · ‖baseline − truth‖,  ‖fp32 part + √(Σ (u·value or rms)² / 3) + underflow‖)
 
 where the baseline is the reference in the working dtype. The right side is what lets bf16 results be told from × 1.01 of
 themselves although three roundings in the worst case add up to more than that.
@@ -36,6 +39,7 @@ from reference._numerics import Term
 
 LARGE = 1024
 _FP32 = 2.0**-24
+_LAMBDA = 8
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -45,7 +49,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def gamma(n: int) -> float:
     """Relative error of an fp32 sum of n addends against the sum of their magnitudes."""
-    return min(n, 8 * n**0.5) * _FP32
+    return min(n, _LAMBDA * n**0.5) * _FP32
 
 
 def underflow(dtype: torch.dtype) -> float:
@@ -54,10 +58,11 @@ def underflow(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps / 2 if dtype is torch.float16 else info.smallest_normal
 
 
-def factor(term: Term) -> float:
-    """κ/(1 − κ) of the term."""
-    kappa = _fp32(term) + sum(unit_roundoff(d) for d in term.rounded)
-    return kappa / (1 - kappa)
+def worst(term: Term) -> Tensor:
+    """κ/(1 − κ) · value, or less where roundings are independent."""
+    rounded = sum(unit_roundoff(d) for d in term.rounded)
+    spread = term.value if term.rms is None else torch.minimum(term.value, _LAMBDA * term.rms)
+    return (_fp32(term) * term.value + rounded * spread) / (1 - _fp32(term) - rounded)
 
 
 def subnormal(term: Term) -> Tensor | float:
@@ -70,7 +75,7 @@ def elementwise(truth: Tensor, terms: list[Term], dtype: torch.dtype) -> Tensor:
     u = unit_roundoff(dtype)
     return (
         truth.abs() * u
-        + sum((factor(t) * t.value + subnormal(t) for t in terms), torch.zeros(())) * (1 + u)
+        + sum((worst(t) + subnormal(t) for t in terms), torch.zeros(())) * (1 + u)
         + underflow(dtype)
     )
 
@@ -81,7 +86,8 @@ def typical(truth: Tensor, terms: list[Term], dtype: torch.dtype) -> Tensor:
     fp32 = torch.full_like(truth, underflow(dtype))
     for term in terms:
         fp32 = fp32 + _fp32(term) / (1 - _fp32(term)) * term.value + subnormal(term)
-        variance = variance + sum(unit_roundoff(d) ** 2 for d in term.rounded) * term.value.square()
+        spread = term.value if term.rms is None else term.rms
+        variance = variance + sum(unit_roundoff(d) ** 2 for d in term.rounded) * spread.square()
     return fp32 + (variance / 3).sqrt()
 
 

@@ -62,9 +62,9 @@ class Case:
 
     def arguments(self, device: torch.device | str) -> dict[str, Any]:
         """Tensors and options by name."""
-        made = {
-            name: None if spec is None else self._tensor(name, spec, device) for name, spec in self.tensors
-        }
+        made: dict[str, Tensor | None] = {}
+        for name, spec in self.tensors:
+            made |= {name: None} if spec is None else self._tensors(name, spec, device)
         return {**made, **dict(self.options)}
 
     def draw_cotangents(self, arguments: Mapping[str, Any], salt: str) -> tuple[Tensor | None, ...]:
@@ -129,11 +129,28 @@ class Case:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a test case: {error!r}") from error
 
-    def _tensor(self, name: str, spec: Spec, device: torch.device | str) -> Tensor:
+    def _tensors(self, name: str, spec: Spec, device: torch.device | str) -> dict[str, Tensor]:
+        """The tensor; where it lies in one packed tensor with another, that other one again, too."""
         argument = next(a for a in self.operation.tensors if a.name == name)
         shape, dtype = self.shape(argument), DTYPES[self.dtype_of(name)]
-        view = layouts.allocate(spec.layout, shape, dtype, device)
-        return self._fill(view, spec, name)
+        partner = self.partner(argument, spec)
+        if partner is None:
+            layout = "contiguous" if spec.layout in layouts.PAIRED else spec.layout
+            return {name: self._fill(layouts.allocate(layout, shape, dtype, device), spec, name)}
+        dim = argument.dims.shape.split()[::-1].index(argument.dims.beside[1])
+        first, second = layouts.pair(spec.layout, shape, len(shape) - 1 - dim, dtype, device)
+        return {
+            partner: self._fill(first, dict(self.tensors)[partner], partner),
+            name: self._fill(second, spec, name),
+        }
+
+    def partner(self, argument: Argument, spec: Spec) -> str | None:
+        """The tensor that this one shares a packed tensor with: where its layout says so and both have one dtype."""
+        if spec.layout not in layouts.PAIRED or argument.dims.beside is None:
+            return None
+        name = argument.dims.beside[0]
+        given = dict(self.tensors)[name] is not None
+        return name if given and self.dtype_of(name) == self.dtype_of(argument.name) else None
 
     def _cotangent(self, salt: str, spec: Spec | None, output: Tensor) -> Tensor | None:
         if spec is None or not output.is_floating_point():
@@ -146,15 +163,22 @@ class Case:
         exponent = min(
             contents.EXPONENT[DTYPES[self.dtype_of(name)]] for name, given in self.tensors if given
         )
+        fan_in = {a.name: a.dims.fan_in for a in self.operation.tensors}
+        if any(fan_in.values()):
+            exponent //= 3  # the products of an operation with weights are of the third degree and higher
+        scale = dict(self.sizes)[fan_in[name]] ** -0.5 if fan_in.get(name) else 1.0
         seed = zlib.crc32(f"{self.seed} {name}".encode())
-        values = contents.values(spec.content, tuple(view.shape), view.dtype, view.device, seed, exponent)
+        shape = tuple(view.shape)
+        values = contents.values(spec.content, shape, view.dtype, view.device, seed, exponent, scale)
         return layouts.fill(view, values)
 
     def _words(self, argument: Argument, spec: Spec) -> str:
-        shape = self.shape(argument)
-        place = layouts.LAYOUTS[spec.layout](shape)
+        shape, dtype = self.shape(argument), self.dtype_of(argument.name)
+        if partner := self.partner(argument, spec):
+            return f"{dtype} {list(shape)}, packed with {partner} ({spec.layout}), {spec.content} numbers"
+        place = layouts.LAYOUTS["contiguous" if spec.layout in layouts.PAIRED else spec.layout](shape)
         return (
-            f"{self.dtype_of(argument.name)} {list(shape)}, strides {list(place.stride)}, storage offset {place.offset} "
+            f"{dtype} {list(shape)}, strides {list(place.stride)}, storage offset {place.offset} "
             f"({spec.layout}), {spec.content} numbers"
         )
 

@@ -62,7 +62,7 @@ def _mutants(
     known = (
         getattr(suite(operation.op), "MUTANTS", ()) if given.mutants and given.impl in (None, "fast") else ()
     )
-    return shared(known, dtypes, profile.thorough)
+    return shared([m for m in known if m.of in (None, operation.function)], dtypes, profile.thorough)
 
 
 def _operations(names: list[str]) -> list[Operation]:

@@ -35,7 +35,7 @@ def zero_rows(z: Tensor, exponent: int) -> Tensor:
 
 def outlier(z: Tensor, exponent: int) -> Tensor:
     """One element of each row a thousand times the others, as real activations have."""
-    z[..., z.shape[-1] // 2] *= 1000
+    z[..., z.shape[-1] // 2] *= min(1000, 2**exponent)
     return z
 
 
@@ -51,6 +51,8 @@ def signs(z: Tensor, exponent: int) -> Tensor:
 CONTENTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     f.__name__: f for f in (normal, mean, outlier, zero_rows, signs, constant, tiny, huge)
 }
+# What a weight may hold: of mean zero and one size, so that products with it keep the other factor's.
+OF_WEIGHTS = ("normal", "normal", "normal", "signs", "zero_rows")
 # Drawn on the device itself past this size: slower to move than to make.
 _LARGE = 2**24
 
@@ -62,10 +64,12 @@ def values(
     device: torch.device | str,
     seed: int,
     exponent: int,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Random numbers [shape] of `dtype`. Up to 2²⁴ elements the same on every device."""
+    """Random numbers [shape] of `dtype`, `scale` times those of the content. Up to 2²⁴ elements the same on every device."""
     numel = torch.Size(shape).numel()
     at = device if numel > _LARGE else "cpu"
     generator = torch.Generator(at).manual_seed(seed)
     z = torch.randn(shape or (1,), generator=generator, device=at)
-    return (CONTENTS[content](z, exponent) if numel else z).reshape(shape).to(device=device, dtype=dtype)
+    z = CONTENTS[content](z, exponent) * scale if numel else z
+    return z.reshape(shape).to(device=device, dtype=dtype)

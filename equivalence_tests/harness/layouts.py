@@ -90,6 +90,19 @@ DRAWN = tuple(name for name in LAYOUTS if name != "far")
 NESTED = ("transposed", "permuted", "packed", "expanded")
 
 
+# Of two tensors in one packed tensor: one behind the other, or element by element in turn.
+PAIRED = ("halves", "alternating")
+
+
+def pair(layout: str, shape: Shape, dim: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Two unfilled views of `shape` in one guarded storage, packed along `dim` as one of PAIRED says."""
+    both = allocate("contiguous", (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]), dtype, device)
+    if layout == "halves":
+        return both.narrow(dim, 0, shape[dim]), both.narrow(dim, shape[dim], shape[dim])
+    every_second = (slice(None),) * dim
+    return both[(*every_second, slice(0, None, 2))], both[(*every_second, slice(1, None, 2))]
+
+
 def allocate(layout: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """An unfilled view of `shape` in a guarded storage."""
     place = LAYOUTS[layout](shape)

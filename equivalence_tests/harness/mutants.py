@@ -23,6 +23,7 @@ class Mutant:
     """A bug: in the source of `where` ("package.module:function" or ":Class.method"), `old`, which occurs once, becomes `new`.
 
     dtypes: the working dtypes in which it is one (a rounding that is forgotten changes nothing in fp32). note: for the reader.
+    of: the public function whose cases must refuse it; None: any of the operation's, they all run that code.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Mutant:
     new: str
     note: str = ""
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    of: str | None = None
 
     @property
     def module(self) -> ModuleType:

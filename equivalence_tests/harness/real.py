@@ -33,16 +33,21 @@ class Site:
 
     path: where, for the label. module: its inputs, and its output's gradient, are recorded.
     arguments: (module, the forward's inputs by parameter name) → (args, kwargs) of the reference function.
+    function: which one; None: that of the operation's name.
+    cotangent: (module, gradient of its output) → that of the function's, where it is not the same.
     """
 
     path: str
     module: nn.Module
     arguments: Callable[[nn.Module, Mapping[str, Any]], tuple[tuple, dict[str, Any]]]
+    function: str | None = None
+    cotangent: Callable[[nn.Module, Tensor], Tensor] = lambda _, gradient: gradient
 
 
 class Recorded(NamedTuple):
-    """One call: reference.<op>(*args, **kwargs) and the cotangents of its outputs; tensors detached, inputs not shared."""
+    """One call: reference.<function>(*args, **kwargs) and the cotangents of its outputs; tensors detached, inputs not shared."""
 
+    function: str | None
     label: str
     args: tuple
     kwargs: dict[str, Any]
@@ -159,14 +164,17 @@ def train(
     return losses
 
 
-def recorded(op: str, device: str, dtype: torch.dtype, tokens: int = 64) -> list[Recorded]:
-    """The calls of operation `op` in one training step of `load()` on the text's first `tokens` tokens.
+def recorded(
+    op: str, device: str, dtype: torch.dtype, tokens: int = 64, function: str | None = None
+) -> list[Recorded]:
+    """The calls of operation `op`'s `function` (default: that of the same name) in one training step of `load()` on the text's first `tokens` tokens.
 
     The step runs in float32 on `device`, once for all dtypes; then every floating-point tensor, parameters too, is rounded to
     `dtype`. Cotangents are scaled by one power of two per call to a largest element in [1, 2), as loss scaling would, so that
     float16 holds them.
     """
-    return [cast(call, dtype) for call in _step(op, device, tokens)]
+    wanted = function or op
+    return [cast(call, dtype) for call in _step(op, device, tokens) if (call.function or op) == wanted]
 
 
 @lru_cache(maxsize=4)
@@ -211,7 +219,10 @@ def record(model: nn.Module, sites: Iterable[Site], batch: Tensor, label: str) -
     for index, site in enumerate(sites):
         args, kwargs = site.arguments(site.module, inputs[index])
         dy = tuple(gradient for _, gradient in sorted(cotangents[index].items()))
-        calls.append(Recorded(f"{label}, {site.path}", _map(_detached, args), _map(_detached, kwargs), dy))
+        with torch.no_grad():
+            dy = tuple(site.cotangent(site.module, gradient) for gradient in dy)
+        label_here = f"{label}, {site.path}"
+        calls.append(Recorded(site.function, label_here, _map(_detached, args), _map(_detached, kwargs), dy))
     return calls
 
 
@@ -226,7 +237,7 @@ def cast(call: Recorded, dtype: torch.dtype) -> Recorded:
     largest = max((float(t.abs().max()) for t in call.cotangents if t.numel()), default=0.0)
     scale = 2.0 ** (1 - torch.tensor(largest).frexp().exponent.item()) if largest else 1.0
     scaled = tuple(to_dtype(t * scale) for t in call.cotangents)
-    return Recorded(call.label, _map(to_dtype, call.args), _map(to_dtype, call.kwargs), scaled)
+    return Recorded(call.function, call.label, _map(to_dtype, call.args), _map(to_dtype, call.kwargs), scaled)
 
 
 def _detached(value: Any) -> Any:

@@ -166,7 +166,8 @@ def _real_samples(job: Job) -> list[tuple[str, Sample]]:
     from equivalence_tests.harness import real
 
     tokens = 2048 if job.device == "cuda" else 64
-    calls = real.recorded(job.operation.op, job.device, DTYPES[job.dtype], tokens)
+    op, function = job.operation.op, job.operation.function
+    calls = real.recorded(op, job.device, DTYPES[job.dtype], tokens, function)
     return [(c.label, Sample.of_tensors(job.operation, c.args, c.kwargs, c.cotangents)) for c in calls]
 
 

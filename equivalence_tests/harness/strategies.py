@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from equivalence_tests.harness import tiles
 from equivalence_tests.harness.cases import DTYPES, Case, Spec
-from equivalence_tests.harness.contents import CONTENTS
-from equivalence_tests.harness.layouts import DRAWN, NESTED
+from equivalence_tests.harness.contents import CONTENTS, OF_WEIGHTS
+from equivalence_tests.harness.layouts import DRAWN, NESTED, PAIRED
 from equivalence_tests.harness.operations import Argument, Operation
 
 
@@ -123,7 +123,12 @@ def _sizes(
 ) -> dict[str, Any]:
     words = dict.fromkeys(word for a in function.tensors for word in a.dims.shape.split())
     allowed = [size for size in _SIZES if size <= profile.size]
-    sizes: dict[str, Any] = {word: random.choice(allowed) for word in words if word != "*"}
+    sizes: dict[str, Any] = {}
+    left = profile.elements  # of a weight, whose dims are not leading ones
+    for word in words:
+        if word != "*":
+            sizes[word] = random.choice([size for size in allowed if size <= max(3, left)])
+            left //= sizes[word]
     if "*" in words:
         rows = min(rows, max(2, profile.elements // max([1, *sizes.values()])))
         sizes["*"] = _lead(random, rows, profile.size, random.choice(dims))
@@ -144,15 +149,22 @@ def _lead(random: Random, rows: int, size: int, dims: int) -> tuple[int, ...]:
     return tuple(lead)
 
 
-def _spec(random: Random, dtypes: tuple[str | None, ...] = (None,)) -> Spec:
+def _spec(
+    random: Random,
+    dtypes: tuple[str | None, ...] = (None,),
+    numbers: tuple[str, ...] = _NORMAL,
+    places: tuple[str, ...] = _CONTIGUOUS,
+) -> Spec:
     """Plain layouts and numbers often enough that many cases have full power."""
-    return Spec(random.choice(_CONTIGUOUS), random.choice(_NORMAL), random.choice(dtypes))
+    return Spec(random.choice(places), random.choice(numbers), random.choice(dtypes))
 
 
 def _tensor(random: Random, argument: Argument, dtype: str) -> Spec | None:
     # Half of the tensors that may have a dtype of their own have the working one.
     own = (None, None, *(d for d in DTYPES if d != dtype)) if argument.dims.dtype == "own" else (None,)
-    return None if argument.optional and random.random() < 0.35 else _spec(random, own)
+    numbers = OF_WEIGHTS if argument.dims.fan_in else _NORMAL
+    places = _CONTIGUOUS + 4 * PAIRED if argument.dims.beside else _CONTIGUOUS
+    return None if argument.optional and random.random() < 0.35 else _spec(random, own, numbers, places)
 
 
 def _option(random: Random, argument: Argument, given: list[str]) -> Any:

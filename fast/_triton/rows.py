@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 class RowView(NamedTuple):
-    """Rows with unit column stride: row m lies at (m // inner) · outer_stride + (m % inner) · inner_stride."""
+    """Row m lies at (m // inner) · outer_stride + (m % inner) · inner_stride, its elements column_stride apart."""
 
     tensor: Tensor
     outer_stride: int
     inner_stride: int
     inner: int
+    column_stride: int = 1
 
     def aligned(self) -> "RowView":
         """Itself, or a copy, such that the pointer is a multiple of 16 bytes and both strides are of 16 elements."""
@@ -24,8 +25,9 @@ class RowView(NamedTuple):
         return RowView(x.clone(memory_format=torch.contiguous_format), x.shape[-1], 0, 1)
 
 
-def as_rows(x: Tensor) -> RowView:
-    """View the leading dims of x as rows. Copies only where two strides and a unit column stride cannot address them."""
+def as_rows(x: Tensor, any_column_stride: bool = False) -> RowView:
+    """View the leading dims of x as rows. Copies only where two strides and a column stride (1 unless any is taken) cannot
+    address them."""
     N = x.shape[-1]
     if x.is_contiguous():
         return RowView(x, N, 0, 1)
@@ -37,12 +39,13 @@ def as_rows(x: Tensor) -> RowView:
             groups[-1] = (groups[-1][0] * size, stride)
         else:
             groups.append((size, stride))
-    if len(groups) > 2 or (x.stride(-1) != 1 and N > 1):
+    column_stride = x.stride(-1) if N > 1 else 1
+    if len(groups) > 2 or (column_stride != 1 and not any_column_stride):
         return RowView(x.contiguous(), N, 0, 1)
     if len(groups) < 2:
-        return RowView(x, groups[0][1] if groups else 0, 0, 1)
+        return RowView(x, groups[0][1] if groups else 0, 0, 1, column_stride)
     (_, outer_stride), (inner, inner_stride) = groups
-    return RowView(x, outer_stride, inner_stride, inner)
+    return RowView(x, outer_stride, inner_stride, inner, column_stride)
 
 
 @triton.jit
