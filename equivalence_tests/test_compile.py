@@ -16,20 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 
 from equivalence_tests.harness.interpreter import interpreting
 from experiments._work import experiment, operations
 
-# Spills that are known and bounded, with the reason why they ship: (Triton, kernel, part of its configuration, chip) → bytes.
-TOLERATED = {
-    # 33 registers too many here; Triton 3.6, which the figures in experiments/results/h200 are from, needs none. The alternative
-    # at 32768 columns, loops over the columns, reads both tensors once more from memory.
-    ("3.9", "_rms_norm_bwd_ring", "CHUNKS=4", "sm_90"): 132,
-    # Rows of an odd length with a residual: each element has its own mask and address.
-    ("3.6", "_rms_norm_bwd", "BLOCK_N=512", "sm_90"): 48,
-    ("3.6", "_rms_norm_bwd", "BLOCK_N=1024", "sm_90"): 16,
-}
 DEEP = os.environ.get("TANDEM_PROFILE") == "deep"
 CHIPS = ["sm_80", "sm_86", "sm_90"]  # sm_89 has sm_86's shared memory and is compiled in the deep profile
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,16 +55,7 @@ def test_configurations_compile_without_spills(op: str, chip: str, tmp_path: Pat
     counts = Counter(record["kernel"] for record in records)
     assert DEEP or max(counts.values()) <= 4
     assert all(record["registers"] > 0 for record in records)
-    assert not [fault for record in records if not tolerated(record) for fault in record["faults"]]
-
-
-def tolerated(record: dict[str, Any]) -> bool:
-    return len(record["faults"]) == 1 and any(
-        (triton.__version__.rsplit(".", 1)[0], record["kernel"], record["chip"]) == (version, kernel, chip)
-        and part in record["configuration"].split()
-        and record["spills"] <= limit
-        for (version, kernel, part, chip), limit in TOLERATED.items()
-    )
+    assert not [fault for record in records for fault in record["faults"]]
 
 
 @pytest.mark.skipif(not DEEP, reason="compiles every configuration: TANDEM_PROFILE=deep")

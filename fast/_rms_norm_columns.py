@@ -53,18 +53,18 @@ def _rms_norm_fwd_columns(
 # fmt: off
 @triton.jit
 def _rms_norm_bwd_dot(
-    DY, stride_yo, stride_yi,   # [M, N]  in
-    S, stride_xo, stride_xi,    # [M, N]  in
-    W,                          # [N]     in    or None
-    RSTD,                       # [M]     in
-    C,                          # [M]     out, fp32   mean(g ∘ x̂)
-    N, y_inner, x_inner, offset,
+    DY, stride_dyo, stride_dyi,   # [M, N]  in
+    S, stride_so, stride_si,      # [M, N]  in
+    W,                            # [N]     in    or None
+    RSTD,                         # [M]     in, fp32
+    C,                            # [M]     out, fp32   mean(g ∘ x̂)
+    N, dy_inner, s_inner, offset,
     BLOCK_N: tl.constexpr,
 ):
     # fmt: on
     m = tl.program_id(0).to(tl.int64)
-    DY += tl.sum(row_offsets(m, stride_yo, stride_yi, y_inner, 1))
-    S += tl.sum(row_offsets(m, stride_xo, stride_xi, x_inner, 1))
+    DY += tl.sum(row_offsets(m, stride_dyo, stride_dyi, dy_inner, 1))
+    S += tl.sum(row_offsets(m, stride_so, stride_si, s_inner, 1))
     rstd = tl.load(RSTD + m)
     acc = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):

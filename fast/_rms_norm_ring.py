@@ -39,7 +39,7 @@ def _rms_norm_fwd_ring(
     offs_n = gl.arange(0, BLOCK_N, layout=layout)
     step = gl.num_programs(0)
     for c in gl.static_range(CHUNKS):
-        _fetch(ring[c], X, stride_xo, stride_xi, x_inner, gl.program_id(0), M, offs_n + c * BLOCK_N, N)
+        _fetch(ring[c], X, stride_xo, stride_xi, x_inner, gl.program_id(0), M, 0, offs_n + c * BLOCK_N, N)
         async_copy.commit_group()
     for m in range(gl.program_id(0), M, step):
         held = ()
@@ -50,23 +50,23 @@ def _rms_norm_fwd_ring(
             x = ring[c].load(layout)
             if c < HELD:
                 held = held + (x,)
-                _fetch(ring[c], X, stride_xo, stride_xi, x_inner, m + step, M, offs_c, N)
+                _fetch(ring[c], X, stride_xo, stride_xi, x_inner, m + step, M, 0, offs_c, N)
                 async_copy.commit_group()
             x = gl.where(offs_c < N, x.to(gl.float32), 0.0)
             acc += x * x
         rstd = 1.0 / gl.sqrt_rn(gl.sum(acc, axis=0) / N + eps)
         gl.store(RSTD + m, rstd)
-        w_next = _load_gain(W, offs_n, N)
+        w_next = _load_weight(W, offs_n, N)
         for c in gl.static_range(CHUNKS):
             offs_c = offs_n + c * BLOCK_N
             w = w_next
             if c < CHUNKS - 1:
-                w_next = _load_gain(W, offs_c + BLOCK_N, N)
+                w_next = _load_weight(W, offs_c + BLOCK_N, N)
             if c < HELD:
                 xhat = held[c].to(gl.float32) * rstd
             else:
                 xhat = ring[c].load(layout).to(gl.float32) * rstd
-                _fetch(ring[c], X, stride_xo, stride_xi, x_inner, m + step, M, offs_c, N)
+                _fetch(ring[c], X, stride_xo, stride_xi, x_inner, m + step, M, 0, offs_c, N)
                 async_copy.commit_group()
             if IS_LLAMA:
                 xhat = xhat.to(X.dtype.element_ty).to(gl.float32)
@@ -80,62 +80,80 @@ def _rms_norm_fwd_ring(
 # fmt: off
 @gluon.jit
 def _rms_norm_bwd_ring(
-    DY, stride_yo, stride_yi,   # [M, N]  in
-    S, stride_xo, stride_xi,    # [M, N]  in
-    W,                          # [N]     in    or None
-    RSTD,                       # [M]     in
-    DX,                         # [M, N]  out   in x's dtype, or None
-    DRES,                       # [M, N]  out   in residual's dtype, or None
-    DW,                         # [P, N]  out, fp32   or None
-    M, N, y_inner, x_inner, offset,
+    DY, stride_dyo, stride_dyi,   # [M, N]  in
+    S, stride_so, stride_si,      # [M, N]  in
+    W,                            # [N]     in    or None
+    RSTD,                         # [M]     in, fp32
+    DX,                           # [M, N]  out   in x's dtype, or None
+    DRES,                         # [M, N]  out   in residual's dtype, or None
+    DW,                           # [P, N]  out, fp32   or None
+    M, N, dy_inner, s_inner, offset,
     BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr,
 ):
     # fmt: on
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    # dw alone takes half of the registers at four chunks. So a chunk is copied whole, but computed in halves; and each chunk of
+    # the row sum is a branch (always taken: N > c · BLOCK_N), because ptxas moves the next chunk's loads up, but not over one.
+    copied: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    HALF: gl.constexpr = BLOCK_N // 2
     ring_s = _allocate(S.dtype.element_ty, BLOCK_N, CHUNKS)
     ring_dy = _allocate(DY.dtype.element_ty, BLOCK_N, CHUNKS)
-    offs_n = gl.arange(0, BLOCK_N, layout=layout)
+    offs_n = gl.arange(0, BLOCK_N, layout=copied)
+    offs_h = gl.arange(0, HALF, layout=layout)
     step = gl.num_programs(0)
     dw = ()
     for c in gl.static_range(CHUNKS):
-        dw = dw + (gl.zeros([BLOCK_N], gl.float32, layout),)
-        _fetch(ring_s[c], S, stride_xo, stride_xi, x_inner, gl.program_id(0), M, offs_n + c * BLOCK_N, N)
-        _fetch(ring_dy[c], DY, stride_yo, stride_yi, y_inner, gl.program_id(0), M, offs_n + c * BLOCK_N, N)
+        start = c * BLOCK_N
+        left = N - start if c == CHUNKS - 1 else BLOCK_N  # only the last chunk ends within its slot
+        dw = dw + (gl.zeros([HALF], gl.float32, layout), gl.zeros([HALF], gl.float32, layout))
+        _fetch(ring_s[c], S, stride_so, stride_si, s_inner, gl.program_id(0), M, start, offs_n, left)
+        _fetch(ring_dy[c], DY, stride_dyo, stride_dyi, dy_inner, gl.program_id(0), M, start, offs_n, left)
         async_copy.commit_group()
     for m in range(gl.program_id(0), M, step):
         rstd = gl.load(RSTD + m)
-        acc = gl.zeros([BLOCK_N], gl.float32, layout)
+        acc = gl.zeros([HALF], gl.float32, layout)
         for c in gl.static_range(CHUNKS):
-            offs_c = offs_n + c * BLOCK_N
-            w = _load_gain(W, offs_c, N)
-            async_copy.wait_group(CHUNKS - 1 - c)
-            xhat = ring_s[c].load(layout).to(gl.float32) * rstd
-            g = ring_dy[c].load(layout).to(gl.float32)
-            if W is not None:
-                g *= w.to(gl.float32) + offset
-            acc += gl.where(offs_c < N, g * xhat, 0.0)
+            if c * BLOCK_N < N:
+                async_copy.wait_group(CHUNKS - 1 - c)
+                for h in gl.static_range(2):
+                    start = c * BLOCK_N + h * HALF
+                    mask = offs_h < (N - start if c == CHUNKS - 1 else HALF)
+                    xhat = ring_s[c].slice(h * HALF, HALF).load(layout).to(gl.float32) * rstd
+                    g = ring_dy[c].slice(h * HALF, HALF).load(layout).to(gl.float32)
+                    if W is not None:
+                        g *= gl.load(W + start + offs_h, mask=mask, other=0.0).to(gl.float32) + offset
+                    acc += gl.where(mask, g * xhat, 0.0)
         mean = gl.sum(acc, axis=0) / N
         new_dw = ()
         for c in gl.static_range(CHUNKS):
-            offs_c = offs_n + c * BLOCK_N
-            xhat = ring_s[c].load(layout).to(gl.float32) * rstd
-            dy = ring_dy[c].load(layout).to(gl.float32)
-            _fetch(ring_s[c], S, stride_xo, stride_xi, x_inner, m + step, M, offs_c, N)
-            _fetch(ring_dy[c], DY, stride_yo, stride_yi, y_inner, m + step, M, offs_c, N)
+            for h in gl.static_range(2):
+                start = c * BLOCK_N + h * HALF
+                mask = offs_h < (N - start if c == CHUNKS - 1 else HALF)
+                xhat = ring_s[c].slice(h * HALF, HALF).load(layout).to(gl.float32) * rstd
+                dy = ring_dy[c].slice(h * HALF, HALF).load(layout).to(gl.float32)
+                if DW is not None:
+                    new_dw = new_dw + (dw[2 * c + h] + dy * xhat,)
+                if DX is not None or DRES is not None:
+                    g = dy
+                    if W is not None:
+                        g = dy * (gl.load(W + start + offs_h, mask=mask, other=0.0).to(gl.float32) + offset)
+                    ds = rstd * (g - xhat * mean)
+                    row = m.to(gl.int64) * N + start
+                    if DX is not None:
+                        gl.store(DX + row + offs_h, ds.to(DX.dtype.element_ty), mask=mask)
+                    if DRES is not None:
+                        gl.store(DRES + row + offs_h, ds.to(DRES.dtype.element_ty), mask=mask)
+            start = c * BLOCK_N
+            left = N - start if c == CHUNKS - 1 else BLOCK_N
+            _fetch(ring_s[c], S, stride_so, stride_si, s_inner, m + step, M, start, offs_n, left)
+            _fetch(ring_dy[c], DY, stride_dyo, stride_dyi, dy_inner, m + step, M, start, offs_n, left)
             async_copy.commit_group()
-            if DX is not None or DRES is not None:
-                g = dy if W is None else dy * (_load_gain(W, offs_c, N).to(gl.float32) + offset)
-                ds = rstd * (g - xhat * mean)
-                if DX is not None:
-                    gl.store(DX + m.to(gl.int64) * N + offs_c, ds.to(DX.dtype.element_ty), mask=offs_c < N)
-                if DRES is not None:
-                    gl.store(DRES + m.to(gl.int64) * N + offs_c, ds.to(DRES.dtype.element_ty), mask=offs_c < N)
-            new_dw = new_dw + (dw[c] + dy * xhat,)
-        dw = new_dw
+        if DW is not None:
+            dw = new_dw
     if DW is not None:
-        for c in gl.static_range(CHUNKS):
-            offs_c = offs_n + c * BLOCK_N
-            gl.store(DW + gl.program_id(0).to(gl.int64) * N + offs_c, dw[c], mask=offs_c < N)
+        for h in gl.static_range(2 * CHUNKS):
+            start = h * HALF
+            gl.store(DW + gl.program_id(0).to(gl.int64) * N + start + offs_h, dw[h], mask=offs_h < N - start)
 
 
 @gluon.jit
@@ -148,8 +166,8 @@ def _allocate(dtype: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _load_gain(W, offs_n, N):
-    """The weight as it is stored: converted where it is used, it takes half the registers while it waits."""
+def _load_weight(W, offs_n, N):
+    """As it is stored: converted where it is used, it takes half the registers while it waits."""
     if W is None:
         w = offs_n
     else:
@@ -158,9 +176,10 @@ def _load_gain(W, offs_n, N):
 
 
 @gluon.jit
-def _fetch(slot, X, outer_stride, inner_stride, inner, m, M, offs_n, N):
-    """Start the copy of one chunk of row m; nothing is copied past the last row or column."""
-    _async_load(slot, X + _row(m, outer_stride, inner_stride, inner) + offs_n, mask=(offs_n < N) & (m < M))
+def _fetch(slot, X, outer_stride, inner_stride, inner, m, M, start, offs_n, end):
+    """Start the copy of row m's columns start + offs_n, those with offs_n < end; nothing is copied past the last row."""
+    x = X + _row(m, outer_stride, inner_stride, inner) + start + offs_n
+    _async_load(slot, x, mask=(offs_n < end) & (m < M))
 
 
 @gluon.jit

@@ -18,7 +18,9 @@ def activation_value(gate, up, alpha, limit, up_offset, ACTIVATION: tl.constexpr
 
 
 @triton.jit
-def activation_gradients(gate, up, dh, alpha, limit, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
+def activation_gradients(
+    gate, up, dh, alpha, limit, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
+):
     """dgate, dup and h, all fp32. A clamp passes the gradient where it changes nothing."""
     raw_gate, raw_up = gate, up
     if HAS_LIMIT:

@@ -1,46 +1,47 @@
 """The MLP block's two directions as sequences of matrix products and elementwise passes; fast/swiglu.py explains them.
 
-Both work on slices of the ffn width. A slice's dh, h, gate and up are the only temporaries that are as long as M; a group of
-slices shares one dgate and one dup, so that the products that sum over M or give rows of dw have a good size. dx is summed over
-groups in fp32. The slices depend on M and F alone, so computing gate and up again gives the bits that were saved.
+Backward works on slices of the ffn width: dh, dgate, dup (and gate and up, where they are computed again) of one slice are the
+only temporaries as long as M beside dx, which is summed over slices in fp32. dw is written slice by slice, each in one product.
+Forward has slices only where cuBLAS multiplies: computing gate and up again for the same slice gives the same bits.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from fast._swiglu_gemm import fused, gate_up
 from fast._swiglu_kernels import swiglu_bwd, swiglu_fwd
 from fast._triton.device import interpreting
 from fast._triton.launch import cdiv
 from fast._triton.matmul import add_matmul, matmul
 
-# A slice has 2048 columns, or as many as make 2²⁴ elements. In the interpreter small inputs have several, too.
-SLICE, SLICE_ELEMENTS, GROUPS = (32, 2**8, 4) if interpreting() else (2048, 2**24, 4)
+# A slice has at most this many columns, or elements if it is few rows. In the interpreter small inputs have several slices, too.
+COLUMNS, ELEMENTS = (32, 2**8) if interpreting() else (3072, 2**24)
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+Activation = tuple[str, float, float | None, float]
 
 
-def slices(M: int, F: int) -> list[list[slice]]:
-    """The columns [0, F) in groups of slices."""
-    width = SLICE * max(1, SLICE_ELEMENTS // (SLICE * max(1, M)))
-    found = [slice(start, min(start + width, F)) for start in range(0, F, width)]
-    size = cdiv(len(found), GROUPS)
-    return [found[i : i + size] for i in range(0, len(found), size)]
+def slices(M: int, F: int) -> list[slice]:
+    """The columns [0, F) in slices of about one width, whole 128s."""
+    count = cdiv(F, max(COLUMNS, ELEMENTS // max(1, M)))
+    unit = 16 if interpreting() else 128
+    width = cdiv(cdiv(F, count), unit) * unit
+    return [slice(start, min(start + width, F)) for start in range(0, F, width)]
 
 
 def swiglu_mlp_fwd(
-    x: Tensor, parameters: Parameters, activation: str, alpha: float, limit: float | None, up_offset: float, save: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """y [M, D] of x [M, D]; with `save` gate and up of each slice in turn, too."""
-    w_gate, w_up, w_down, b_gate, b_up, b_down = parameters
-    h, saved = x.new_empty(x.shape[0], w_gate.shape[0]), []
-    for group in slices(*h.shape):
-        for part in group:
-            gate, up = _gate_up(x, parameters, part)
-            swiglu_fwd(gate, up, h[:, part], activation, alpha, limit, up_offset)
-            saved += [gate, up] if save else []
-    return matmul(h, w_down.T, bias=b_down), saved
+    x: Tensor, parameters: Parameters, options: Activation, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, D] of x [M, D]; with `save` gate and up [M, F] as `_columns` finds them, else two empty tensors."""
+    w_gate, w_up, w_down, *_, b_down = parameters
+    M, F = x.shape[0], w_gate.shape[0]
+    h, whole = x.new_empty(M, F), fused(x, w_gate, w_up) is not None
+    saved = [x.new_empty((M, F) if save else 0) for _ in range(2)]
+    with torch.autocast(x.device.type, enabled=False):
+        for part in [slice(0, F)] if whole else slices(M, F):
+            pair = (_columns(t, part, whole) if save else None for t in saved)
+            _gate_up(x, parameters, part, *pair, h[:, part], options)
+        return matmul(h, w_down.T, bias=b_down), *saved
 
 
 def swiglu_mlp_bwd(
@@ -48,50 +49,73 @@ def swiglu_mlp_bwd(
     saved: list[Tensor],
     x: Tensor,
     parameters: Parameters,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
+    options: Activation,
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x and the parameters, empty where not needed. `saved` is emptied: each slice's gate and up go when done."""
-    w_gate, w_up, w_down = parameters[:3]
+    """Gradients of x and the parameters, empty where not needed. saved: gate and up, or nothing; emptied when they are done."""
+    w_gate, w_up, w_down, *_ = parameters
+    (M, _), F, whole = x.shape, w_gate.shape[0], fused(x, w_gate, w_up) is not None
     shapes = (x.shape, *(None if p is None else p.shape for p in parameters))
     grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True)]
-    dx, dw_gate, dw_up, dw_down, db_gate, db_up, db_down = (g if need else None for g, need in zip(grads, needed, strict=True))
-    through_gate, through_up = (any(n is not None for n in (dx, *those)) for those in ((dw_gate, db_gate), (dw_up, db_up)))
-    total = None
-    saved.reverse()
-    for group in slices(x.shape[0], w_gate.shape[0]):
-        start, whole = group[0].start, slice(group[0].start, group[-1].stop)
-        size = (x.shape[0], whole.stop - start)
-        dgate, dup = (x.new_empty(size) if wanted else None for wanted in (through_gate, through_up))
-        for part in group:
-            if not (through_gate or through_up or needed[3]):
-                break
-            gate, up = (saved.pop(), saved.pop()) if saved else _gate_up(x, parameters, part)
-            dh, columns = matmul(dy, w_down[:, part]), slice(part.start - start, part.stop - start)
-            outputs = (None if t is None else t[:, columns] for t in (dgate, dup))
-            swiglu_bwd(dh, gate, up, *outputs, needed[3], activation, alpha, limit, up_offset)
+    _, dw_gate, dw_up, dw_down, db_gate, db_up, db_down = (
+        g if n else None for g, n in zip(grads, needed, strict=True)
+    )
+    need_gate, need_up = needed[0] or needed[1] or needed[4], needed[0] or needed[2] or needed[5]
+    dx = None
+    with torch.autocast(x.device.type, enabled=False):
+        for part in slices(M, F) if need_gate or need_up or needed[3] else []:
+            dh = x.new_empty(M, part.stop - part.start)
+            if saved:
+                gate, up = (_columns(t, part, whole) for t in saved)
+            else:
+                gate, up = torch.empty_like(dh), torch.empty_like(dh)
+                _gate_up(x, parameters, part, gate, up, dh, options)
+            matmul(dy, w_down[:, part], out=dh)
+            dgate, dup = (torch.empty_like(dh) if need else None for need in (need_gate, need_up))
+            swiglu_bwd(dh, gate, up, dgate, dup, needed[3], *options)
             del gate, up
-            if needed[3]:
+            if part.stop == F:
+                saved.clear()
+            if dw_down is not None:
                 matmul(dy.T, dh, out=dw_down[:, part])  # dh holds h now
-        for cotangent, weight, dw, db in ((dgate, w_gate, dw_gate, db_gate), (dup, w_up, dw_up, db_up)):
-            if dx is not None:
-                total = add_matmul(total, cotangent, weight[whole])
-            if dw is not None:
-                matmul(cotangent.T, x, out=dw[whole])
-            if db is not None:
-                db[whole] = cotangent.sum(0, dtype=torch.float32)
-    if dx is not None:
-        dx.copy_(total)
-    if db_down is not None:
-        db_down.copy_(dy.sum(0, dtype=torch.float32))
+            del dh
+            for cotangent, weight, dw, db in ((dgate, w_gate, dw_gate, db_gate), (dup, w_up, dw_up, db_up)):
+                if dw is not None:
+                    matmul(cotangent.T, x, out=dw[part])
+                if db is not None:
+                    db[part] = cotangent.sum(0, dtype=torch.float32)
+                if needed[0]:
+                    dx = add_matmul(dx, cotangent, weight[part])
+        if needed[0]:
+            grads[0] = dx.to(x.dtype)
+        if db_down is not None:
+            db_down.copy_(dy.sum(0, dtype=torch.float32))
     return grads
 
 
-def _gate_up(x: Tensor, parameters: Parameters, part: slice) -> Iterator[Tensor]:
-    """gate and up of a slice of columns, rounded to x's dtype."""
+def _columns(saved: Tensor, part: slice, whole: bool) -> Tensor:
+    """Some columns of a saved [M, F]: of the matrix that one kernel has written, or a matrix of its own, one behind the other."""
+    if whole:
+        return saved[:, part]
+    M = saved.shape[0]
+    return saved.view(-1)[M * part.start : M * part.stop].view(M, part.stop - part.start)
+
+
+def _gate_up(
+    x: Tensor,
+    parameters: Parameters,
+    part: slice,
+    gate: Tensor | None,
+    up: Tensor | None,
+    h: Tensor,
+    options: Activation,
+) -> None:
+    """Write h, and gate and up if given, of some columns."""
     w_gate, w_up, _, b_gate, b_up, _ = parameters
-    pairs = ((w_gate, b_gate), (w_up, b_up))
-    return (matmul(x, w[part].T, bias=None if b is None else b[part]) for w, b in pairs)
+    weights = w_gate[part], w_up[part]
+    biases = [None if b is None else b[part].contiguous() for b in (b_gate, b_up)]
+    if tile := fused(x, w_gate, w_up):
+        gate_up(x, *weights, *biases, gate, up, h, tile, *options)
+    else:
+        gate, up = (matmul(x, w.T, out, b) for w, out, b in zip(weights, (gate, up), biases, strict=True))
+        swiglu_fwd(gate, up, h, *options)

@@ -53,43 +53,46 @@ from reference.rms_norm import (
 
 # Which rows a program holds whole (N ≤ BLOCK_N); the last configuration of each table is that of the column loops.
 # *_ODD: rows that are no multiple of 16 elements are loaded one by one, which takes more registers.
+# maxnreg: registers that a thread may take where ptxas, left to itself, takes fewer and spills.
 # *_RING: rows that pass through shared memory instead (fast/_rms_norm_ring.py); None where they do not.
+_FWD = [
+    (64, config(BLOCK_M=32, BLOCK_N=64, num_warps=4)),
+    (128, config(BLOCK_M=16, BLOCK_N=128, num_warps=4)),
+    (256, config(BLOCK_M=8, BLOCK_N=256, num_warps=4)),
+    (512, config(BLOCK_M=4, BLOCK_N=512, num_warps=4)),
+    (1024, config(BLOCK_M=2, BLOCK_N=1024, num_warps=4)),
+    (2048, config(BLOCK_M=1, BLOCK_N=2048, num_warps=4)),
+    (4096, config(BLOCK_M=1, BLOCK_N=4096, num_warps=8)),
+    (8192, config(BLOCK_M=1, BLOCK_N=8192, num_warps=8)),
+]
+_FWD_COLUMNS = (65536, config(BLOCK_M=1, BLOCK_N=4096, num_warps=32))
 FWD = Table(
     "rms_norm_fwd",
     {
-        80: [
-            (64, config(BLOCK_M=32, BLOCK_N=64, num_warps=4)),
-            (128, config(BLOCK_M=16, BLOCK_N=128, num_warps=4)),
-            (256, config(BLOCK_M=8, BLOCK_N=256, num_warps=4)),
-            (512, config(BLOCK_M=4, BLOCK_N=512, num_warps=4)),
-            (1024, config(BLOCK_M=2, BLOCK_N=1024, num_warps=4)),
-            (2048, config(BLOCK_M=1, BLOCK_N=2048, num_warps=4)),
-            (4096, config(BLOCK_M=1, BLOCK_N=4096, num_warps=8)),
-            (8192, config(BLOCK_M=1, BLOCK_N=8192, num_warps=8)),
-            (16384, config(BLOCK_M=1, BLOCK_N=16384, num_warps=16)),
-            (65536, config(BLOCK_M=1, BLOCK_N=4096, num_warps=32)),
-        ]
+        80: [*_FWD, (16384, config(BLOCK_M=1, BLOCK_N=16384, num_warps=32, maxnreg=64)), _FWD_COLUMNS],
+        90: [*_FWD, (16384, config(BLOCK_M=1, BLOCK_N=16384, num_warps=16)), _FWD_COLUMNS],
     },
 )
-FWD_ODD = Table("rms_norm_fwd_odd", {80: FWD.rows[80][:-2] + FWD.rows[80][-1:]})
+FWD_ODD = Table("rms_norm_fwd_odd", {80: [*_FWD, _FWD_COLUMNS]})
 FWD_RING = Table(
     "rms_norm_fwd_ring",
     {80: [(16384, None), (65536, config(BLOCK_N=8192, HELD=2, num_warps=32)), (131072, None)]},
 )
+_BWD = [
+    (64, config(BLOCK_M=128, BLOCK_N=64, STAGES=3, num_warps=8)),
+    (128, config(BLOCK_M=64, BLOCK_N=128, STAGES=3, num_warps=8)),
+    (256, config(BLOCK_M=32, BLOCK_N=256, STAGES=3, num_warps=8)),
+    (512, config(BLOCK_M=16, BLOCK_N=512, STAGES=3, num_warps=8)),
+    (1024, config(BLOCK_M=8, BLOCK_N=1024, STAGES=3, num_warps=8)),
+    (2048, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
+    (4096, config(BLOCK_M=2, BLOCK_N=4096, STAGES=3, num_warps=8)),
+    (8192, config(BLOCK_M=1, BLOCK_N=8192, STAGES=3, num_warps=8)),
+]
 BWD = Table(
     "rms_norm_bwd",
     {
-        80: [
-            (64, config(BLOCK_M=128, BLOCK_N=64, STAGES=3, num_warps=8)),
-            (128, config(BLOCK_M=64, BLOCK_N=128, STAGES=3, num_warps=8)),
-            (256, config(BLOCK_M=32, BLOCK_N=256, STAGES=3, num_warps=8)),
-            (512, config(BLOCK_M=16, BLOCK_N=512, STAGES=3, num_warps=8)),
-            (1024, config(BLOCK_M=8, BLOCK_N=1024, STAGES=3, num_warps=8)),
-            (2048, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
-            (4096, config(BLOCK_M=2, BLOCK_N=4096, STAGES=3, num_warps=8)),
-            (8192, config(BLOCK_M=1, BLOCK_N=8192, STAGES=3, num_warps=8)),
-            (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
-        ]
+        80: [*_BWD, (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8))],
+        90: [*_BWD, (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8, maxnreg=192))],
     },
 )
 BWD_ODD = Table(
@@ -99,8 +102,8 @@ BWD_ODD = Table(
             (64, config(BLOCK_M=64, BLOCK_N=64, STAGES=3, num_warps=8)),
             (128, config(BLOCK_M=32, BLOCK_N=128, STAGES=3, num_warps=8)),
             (256, config(BLOCK_M=16, BLOCK_N=256, STAGES=3, num_warps=8)),
-            (512, config(BLOCK_M=8, BLOCK_N=512, STAGES=3, num_warps=8)),
-            (1024, config(BLOCK_M=4, BLOCK_N=1024, STAGES=3, num_warps=8)),
+            (512, config(BLOCK_M=8, BLOCK_N=512, STAGES=3, num_warps=8, maxnreg=255)),
+            (1024, config(BLOCK_M=4, BLOCK_N=1024, STAGES=3, num_warps=8, maxnreg=255)),
             (2048, config(BLOCK_M=2, BLOCK_N=2048, STAGES=3, num_warps=8)),
             (4096, config(BLOCK_M=1, BLOCK_N=4096, STAGES=3, num_warps=8)),
             (16384, config(BLOCK_M=4, BLOCK_N=2048, STAGES=3, num_warps=8)),
@@ -150,17 +153,17 @@ def _rms_norm_fwd(
 # fmt: off
 @triton.jit
 def _rms_norm_bwd(
-    DY, stride_yo, stride_yi,   # [M, N]  in    cotangent of y
-    DS, stride_so, stride_si,   # [M, N]  in    cotangent of residual_out, or None
-    S, stride_xo, stride_xi,    # [M, N]  in
-    W,                          # [N]     in    or None
-    RSTD,                       # [M]     in
-    C,                          # [M]     in    mean(g ∘ x̂); None where the tile holds whole rows
-    DX,                         # [M, N]  out   in x's dtype, or None
-    DRES,                       # [M, N]  out   in residual's dtype, or None
-    DW,                         # [P, N]  out, fp32   or None
-    DB,                         # [P, N]  out, fp32   or None
-    M, N, y_inner, s_inner, x_inner, offset,
+    DY, stride_dyo, stride_dyi,   # [M, N]  in    cotangent of y
+    DS, stride_dso, stride_dsi,   # [M, N]  in    cotangent of residual_out, or None
+    S, stride_so, stride_si,      # [M, N]  in
+    W,                            # [N]     in    or None
+    RSTD,                         # [M]     in, fp32
+    C,                            # [M]     in, fp32   mean(g ∘ x̂); None where the tile holds whole rows
+    DX,                           # [M, N]  out   in x's dtype, or None
+    DRES,                         # [M, N]  out   in residual's dtype, or None
+    DW,                           # [P, N]  out, fp32   or None
+    DB,                           # [P, N]  out, fp32   or None
+    M, N, dy_inner, ds_inner, s_inner, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -175,9 +178,9 @@ def _rms_norm_bwd(
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         rstd = tl.load(RSTD + offs_m, mask=mask_m, other=0.0)[:, None]
-        dy_rows = row_offsets(first, stride_yo, stride_yi, y_inner, BLOCK_M)[:, None]
+        dy_rows = row_offsets(first, stride_dyo, stride_dyi, dy_inner, BLOCK_M)[:, None]
         dy = tl.load(DY + dy_rows + offs_n, mask=mask, other=0.0).to(tl.float32)
-        s_rows = row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None]
+        s_rows = row_offsets(first, stride_so, stride_si, s_inner, BLOCK_M)[:, None]
         xhat = tl.load(S + s_rows + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
         if DX is not None or DRES is not None:
             g = dy * w
@@ -187,7 +190,7 @@ def _rms_norm_bwd(
                 c = tl.load(C + offs_m, mask=mask_m, other=0.0)
             ds = rstd * (g - xhat * c[:, None])
             if DS is not None:
-                ds_rows = row_offsets(first, stride_so, stride_si, s_inner, BLOCK_M)[:, None]
+                ds_rows = row_offsets(first, stride_dso, stride_dsi, ds_inner, BLOCK_M)[:, None]
                 ds += tl.load(DS + ds_rows + offs_n, mask=mask, other=0.0).to(tl.float32)
             if DX is not None:
                 tl.store(DX + offs_m[:, None] * N + offs_n, ds.to(DX.dtype.element_ty), mask=mask)
@@ -230,14 +233,14 @@ def rms_norm_fwd(
     if x.numel() == 0:
         return y, s, rstd
     M, N, device = rstd.numel(), x.shape[-1], x.device
-    xs, parameters, scalars = as_rows(x), (_flat(weight), _flat(bias)), {"IS_LLAMA": casting == "llama"}
+    xs, parameters, is_llama = as_rows(x), (_flat(weight), _flat(bias)), casting == "llama"
     ring = None if residual is not None else _ring(FWD_RING.pick(N, device), N, x)
     if ring is not None:
         xs = xs.aligned()
         launch(
             _rms_norm_fwd_ring, (min(M, num_sms(device)),), device,
             xs.tensor, xs.outer_stride, xs.inner_stride, *parameters, y, rstd,
-            M, N, xs.inner, eps, offset, **scalars, **ring.options,
+            M, N, xs.inner, eps, offset, IS_LLAMA=is_llama, **ring.options,
         )  # fmt: skip
         return y, s, rstd
     tile = (FWD_ODD if N % 16 else FWD).pick(N, device)
@@ -249,7 +252,7 @@ def rms_norm_fwd(
         xs.tensor, xs.outer_stride, xs.inner_stride,
         None if residual is None else rs.tensor, rs.outer_stride, rs.inner_stride,
         *parameters, y, None if residual is None else s, rstd,
-        M, N, xs.inner, rs.inner, eps, offset, **scalars, **tile.options,
+        M, N, xs.inner, rs.inner, eps, offset, IS_LLAMA=is_llama, **tile.options,
     )  # fmt: skip
     return y, s, rstd
 
@@ -271,17 +274,17 @@ def rms_norm_bwd(
     M, N, device = rstd.numel(), s.shape[-1], s.device
     if M == 0:
         return dx, dres, dw.zero_(), db.zero_()
-    ys, xs, weight = as_rows(dy), as_rows(s), _flat(weight)
+    dys, ss, weight = as_rows(dy), as_rows(s), _flat(weight)
     outputs = (None if dx_dtype is None else dx, None if dres_dtype is None else dres)
     ring = None if ds is not None else _ring(BWD_RING.pick(N, device), N, dy, s)
     if ring is not None:
         programs = min(M, num_sms(device))
         dw_partial = _partial(dw_dtype, programs, rstd, N)
-        y16, x16 = ys.aligned(), xs.aligned()
+        dys16, ss16 = dys.aligned(), ss.aligned()
         launch(
             _rms_norm_bwd_ring, (programs,), device,
-            y16.tensor, y16.outer_stride, y16.inner_stride, x16.tensor, x16.outer_stride, x16.inner_stride,
-            weight, rstd, *outputs, dw_partial, M, N, y16.inner, x16.inner, offset, **ring.options,
+            dys16.tensor, dys16.outer_stride, dys16.inner_stride, ss16.tensor, ss16.outer_stride, ss16.inner_stride,
+            weight, rstd, *outputs, dw_partial, M, N, dys16.inner, ss16.inner, offset, **ring.options,
         )  # fmt: skip
         _sum_partials(dw_partial, dw)
         outputs, dw_dtype = (None, None), None  # done; the tiles below add db where it is asked for
@@ -291,14 +294,14 @@ def rms_norm_bwd(
     columns = cdiv(N, tile["BLOCK_N"])
     programs = min(cdiv(M, tile["BLOCK_M"]), cdiv(num_sms(device), columns))
     partials = _partial(dw_dtype, programs, rstd, N), _partial(db_dtype, programs, rstd, N)
-    c = None if columns == 1 or outputs == (None, None) else _dot(ys, xs, weight, rstd, N, offset)
-    ss = xs if ds is None else as_rows(ds)
+    c = None if columns == 1 or outputs == (None, None) else _dot(dys, ss, weight, rstd, N, offset)
+    dss = ss if ds is None else as_rows(ds)
     launch(
         _rms_norm_bwd, (columns, programs), device,
-        ys.tensor, ys.outer_stride, ys.inner_stride,
-        None if ds is None else ss.tensor, ss.outer_stride, ss.inner_stride,
-        xs.tensor, xs.outer_stride, xs.inner_stride,
-        weight, rstd, c, *outputs, *partials, M, N, ys.inner, ss.inner, xs.inner, offset, **tile.options,
+        dys.tensor, dys.outer_stride, dys.inner_stride,
+        None if ds is None else dss.tensor, dss.outer_stride, dss.inner_stride,
+        ss.tensor, ss.outer_stride, ss.inner_stride,
+        weight, rstd, c, *outputs, *partials, M, N, dys.inner, dss.inner, ss.inner, offset, **tile.options,
     )  # fmt: skip
     for partial, out in zip(partials, (dw, db), strict=True):
         _sum_partials(partial, out)
@@ -316,13 +319,13 @@ def _sum_partials(partial: Tensor | None, out: Tensor) -> None:
         launch(_rms_norm_bwd_sum, (cdiv(N, tile["BLOCK_N"]),), out.device, partial, out, P, N, **tile.options)
 
 
-def _dot(ys: RowView, xs: RowView, weight: Tensor | None, rstd: Tensor, N: int, offset: float) -> Tensor:
+def _dot(dys: RowView, ss: RowView, weight: Tensor | None, rstd: Tensor, N: int, offset: float) -> Tensor:
     """mean(g ∘ x̂) of every row, for tiles that do not hold one whole."""
     c = torch.empty_like(rstd)
     launch(
         _rms_norm_bwd_dot, (rstd.numel(),), rstd.device,
-        ys.tensor, ys.outer_stride, ys.inner_stride, xs.tensor, xs.outer_stride, xs.inner_stride,
-        weight, rstd, c, N, ys.inner, xs.inner, offset, **BWD_DOT.pick(N, rstd.device).options,
+        dys.tensor, dys.outer_stride, dys.inner_stride, ss.tensor, ss.outer_stride, ss.inner_stride,
+        weight, rstd, c, N, dys.inner, ss.inner, offset, **BWD_DOT.pick(N, rstd.device).options,
     )  # fmt: skip
     return c
 

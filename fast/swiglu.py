@@ -28,6 +28,7 @@ from torch.autograd import Function
 
 from fast import _swiglu_kernels as kernels
 from fast import _swiglu_mlp as mlp
+from fast._swiglu_gemm import GATE_UP
 from fast._swiglu_kernels import BWD, FWD
 from fast._triton.launch import check_supported
 from fast._triton.registration import define
@@ -50,10 +51,12 @@ from reference.swiglu import (
     swiglu_mlp_backward,
 )
 
-__all__ = ["BWD", "FWD", "swiglu", "swiglu_mlp"]
+__all__ = ["BWD", "FWD", "GATE_UP", "swiglu", "swiglu_mlp"]
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float | None, up_offset: float) -> Tensor:
+def swiglu_fwd(
+    gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float | None, up_offset: float
+) -> Tensor:
     """h [*, F], contiguous."""
     h = _h(gate, up, activation, alpha, limit, up_offset)
     kernels.swiglu_fwd(gate, up, h, activation, alpha, limit, up_offset)
@@ -109,7 +112,13 @@ class _SwiGLU(Function):
             found = swiglu_backward((dh,), gate, up, **_named(ctx.options)).values()
         else:
             found = _bwd_op(dh, gate, up, *ctx.options, *needed)
-        return *(grad if need else None for grad, need in zip(found, needed, strict=True)), None, None, None, None
+        return (
+            *(grad if need else None for grad, need in zip(found, needed, strict=True)),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def swiglu(
@@ -150,11 +159,11 @@ def swiglu_mlp_fwd(
     limit: float | None,
     up_offset: float,
     save: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """y like x; with `save` gate and up in the slices that the backward pass takes."""
-    parameters = (w_gate, w_up, w_down, b_gate, b_up, b_down)
-    y, saved = mlp.swiglu_mlp_fwd(_rows(x), parameters, activation, alpha, limit, up_offset, save)
-    return y.view(x.shape), saved
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y like x; gate and up for the backward pass, empty without `save`."""
+    parameters, options = (w_gate, w_up, w_down, b_gate, b_up, b_down), (activation, alpha, limit, up_offset)
+    y, gate, up = mlp.swiglu_mlp_fwd(_rows(x), parameters, options, save)
+    return y.view(x.shape), gate, up
 
 
 def swiglu_mlp_bwd(
@@ -173,27 +182,29 @@ def swiglu_mlp_bwd(
     up_offset: float,
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x, the weights and the biases; empty where not needed."""
-    parameters = (w_gate, w_up, w_down, b_gate, b_up, b_down)
-    options = (activation, alpha, limit, up_offset)
-    dx, *others = mlp.swiglu_mlp_bwd(_rows(dy), saved, _rows(x), parameters, *options, needed)
+    """Gradients of x, the weights and the biases, empty where not needed; saved: gate and up, or nothing."""
+    parameters, options = (w_gate, w_up, w_down, b_gate, b_up, b_down), (activation, alpha, limit, up_offset)
+    dx, *others = mlp.swiglu_mlp_bwd(_rows(dy), saved, _rows(x), parameters, options, needed)
     return [dx.view(x.shape) if needed[0] else dx, *others]
 
 
 def _mlp_outputs(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, alpha, limit, up_offset, save):
-    M, F = x.numel() // x.shape[-1], w_gate.shape[0]
-    widths = [part.stop - part.start for group in mlp.slices(M, F) for part in group] if save else []
-    return x.new_empty(x.shape), [x.new_empty(M, width) for width in widths for _ in range(2)]
+    hidden = (x.numel() // x.shape[-1], w_gate.shape[0]) if save else (0,)
+    return x.new_empty(x.shape), x.new_empty(hidden), x.new_empty(hidden)
 
 
-def _mlp_gradients(dy, saved, x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, alpha, limit, up_offset, needed):
+def _mlp_gradients(
+    dy, saved, x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, alpha, limit, up_offset, needed
+):
     given = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return [x.new_empty(t.shape if need else 0) for t, need in zip(given, needed, strict=True)]
 
 
 _PARAMETERS = "Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 _mlp_fwd_op = define(
-    f"swiglu_mlp_fwd(Tensor x, {_PARAMETERS}, {_OPTIONS}, bool save) -> (Tensor, Tensor[])", swiglu_mlp_fwd, _mlp_outputs
+    f"swiglu_mlp_fwd(Tensor x, {_PARAMETERS}, {_OPTIONS}, bool save) -> (Tensor, Tensor, Tensor)",
+    swiglu_mlp_fwd,
+    _mlp_outputs,
 )
 _mlp_bwd_op = define(
     f"swiglu_mlp_bwd(Tensor dy, Tensor[] saved, Tensor x, {_PARAMETERS}, {_OPTIONS}, bool[] needed) -> Tensor[]",
@@ -206,8 +217,8 @@ class _SwiGLUMLP(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *given, recompute = rest
-        y, saved = _mlp_fwd_op(x, *given, not recompute)
-        ctx.save_for_backward(x, *given[:6], *saved)
+        y, gate, up = _mlp_fwd_op(x, *given, not recompute)
+        ctx.save_for_backward(x, *given[:6], *(() if recompute else (gate, up)))
         ctx.options = tuple(given[6:])
         return y
 
@@ -221,14 +232,16 @@ class _SwiGLUMLP(Function):
         elif torch.compiler.is_compiling() or type(dy) is not Tensor:
             grads = _mlp_bwd_op(dy, saved, x, *parameters, *ctx.options, needed)
         else:
-            # The launcher itself, with the only references to what was saved unless the graph is kept: each slice of gate
-            # and up is freed as soon as it was used.
+            # The launcher itself: unless the graph is kept, `saved` then has the only references to gate and up, which are
+            # freed as soon as they were used.
             ctx.maybe_clear_saved_tensors()
             grads = swiglu_mlp_bwd(dy, saved, x, *parameters, *ctx.options, needed)
         return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 5
 
 
-def _differentiable_backward(dy: Tensor, x: Tensor, parameters: list[Tensor | None], options: tuple) -> list[Tensor | None]:
+def _differentiable_backward(
+    dy: Tensor, x: Tensor, parameters: list[Tensor | None], options: tuple
+) -> list[Tensor | None]:
     names = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
     given = dict(zip(names, parameters, strict=True))
     grads = swiglu_mlp_backward((dy,), x, **given, **_named(options))
@@ -258,10 +271,26 @@ def swiglu_mlp(
     bits from run to run, with recompute and without.
     Raises TypeError for other dtypes, ValueError for tensors that are not on one CUDA device, shapes and options.
     """
-    tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+    tensors = {
+        "x": x,
+        "w_gate": w_gate,
+        "w_up": w_up,
+        "w_down": w_down,
+        "b_gate": b_gate,
+        "b_up": b_up,
+        "b_down": b_down,
+    }
+    autocast = (
+        isinstance(x, Tensor)
+        and x.device.type in ("cpu", "cuda")
+        and torch.is_autocast_enabled(x.device.type)
+    )
+    if autocast:
         dtype = torch.get_autocast_dtype(x.device.type)
-        tensors = {name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in tensors.items()}
+        tensors = {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in tensors.items()
+        }
     check_swiglu_mlp(*tensors.values(), activation, alpha, limit, up_offset, recompute)
     check_supported("swiglu_mlp", **tensors)
     call = (*tensors.values(), *_options(activation, alpha, limit, up_offset))
@@ -270,7 +299,9 @@ def swiglu_mlp(
     return _mlp_fwd_op(*call, False)[0]
 
 
-def _options(activation: str, alpha: float, limit: float | None, up_offset: float) -> tuple[str, float, float | None, float]:
+def _options(
+    activation: str, alpha: float, limit: float | None, up_offset: float
+) -> tuple[str, float, float | None, float]:
     return activation, float(alpha), None if limit is None else float(limit), float(up_offset)
 
 
