@@ -38,7 +38,6 @@ MUTANTS = [
     Mutant("pairs_of_first_tile_only", f"{KERNELS}:_load_pair", "2 * first_f + ", "first_f + ", **ONE),
     Mutant("column_stride_forgotten", FWD, "offs_f * stride_gf", "offs_f", **ONE),
     Mutant("gaps_not_seen", f"{KERNELS}:_views", "all(t.is_contiguous() for", "all(t.numel() for", **ONE),
-    Mutant("packed_halves_merged", "fast._triton.rows:as_rows", "== stride * size", ">= stride * size", **ONE),
     Mutant("offset_forgotten", VALUE, "(up + up_offset)", "up"),
     Mutant("alpha_forgotten", VALUE, "_factor(alpha * gate", "_factor(gate"),
     Mutant("gate_bounded_from_below", CLAMP, "limit, gate)\n", "limit, tl.where(gate < -limit, -limit, gate))\n"),

@@ -94,7 +94,9 @@ NESTED = ("transposed", "permuted", "packed", "expanded")
 PAIRED = ("halves", "alternating")
 
 
-def pair(layout: str, shape: Shape, dim: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def pair(
+    layout: str, shape: Shape, dim: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """Two unfilled views of `shape` in one guarded storage, packed along `dim` as one of PAIRED says."""
     both = allocate("contiguous", (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]), dtype, device)
     if layout == "halves":

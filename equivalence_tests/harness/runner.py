@@ -79,13 +79,13 @@ def _far(job: Job) -> list[Case]:
     """Rows that lie 2³¹ elements apart: of the first tensor, and of the cotangents. Left out where the memory is too small."""
     if torch.cuda.get_device_properties(0).total_memory < _FAR_BYTES:
         return []
-    case = small(job)
+    case, required = small(job), {a.name for a in job.operation.tensors if not a.optional}
     (name, _), *others = case.tensors
     return [
         case.replace(tensors=((name, Spec("far")), *others)),
         case.replace(
             cotangents=(Spec("far"),),
-            tensors=tuple((n, s if n == name else None) for n, s in case.tensors),
+            tensors=tuple((n, s if n in required else None) for n, s in case.tensors),
             requires_grad=(name,),
         ),
     ]

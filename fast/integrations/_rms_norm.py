@@ -12,8 +12,6 @@ for x and weight in bfloat16 and float32, each with each: what the four dtype pa
 """
 
 import copy
-import inspect
-import warnings
 from collections.abc import Iterator
 from itertools import product
 
@@ -22,13 +20,13 @@ from torch import Tensor, nn
 
 import fast
 from fast._triton.launch import SUPPORTED
-from fast.integrations._forward import Forward
+from fast.integrations._forward import Forward, not_one_tensor
+from fast.integrations._probe import DTYPES, failure, run
 from reference import rms_norm
 
 LOOKS_FOR = "modules without submodules that compute RMSNorm of their one input (found by running them)"
 FORMULAS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0), ("llama", 1.0))
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
-DTYPES = (torch.bfloat16, torch.float32)
 # Elements of one comparison. A module may sum a row in another order, or use pow(·, -0.5): relative 2⁻²² before rounding, which
 # moves an element over a bf16 rounding boundary with probability 2⁻¹⁴. A wrong formula moves more than every tenth.
 PROBE_ELEMENTS, CLOSE, MOVED, FAR = 16384, 2.0**-20, 2.0**-10, 2.0**-6
@@ -42,18 +40,12 @@ class RMSNormForward(Forward):
     def __init__(self, module: nn.Module, eps_name: str, casting: str, weight_offset: float) -> None:
         super().__init__(module)
         self.eps_name, self.casting, self.weight_offset = eps_name, casting, weight_offset
-        _, self.argument = inspect.signature(type(module).forward).parameters
 
     def __call__(self, *args: Tensor, **named: Tensor) -> Tensor:
         """One tensor, by position or by the name that the class's own forward gives it."""
-        if len(args) + len(named) != 1 or not named.keys() <= {self.argument}:
-            given = f"{len(args)} positional arguments and {list(named)}"
-            raise TypeError(
-                f"{type(self.module).__name__}.forward takes one tensor, {self.argument}; got {given}"
-            )
-        module = self.module
+        x, module = self.tensor(args, named), self.module
         return fast.rms_norm(
-            args[0] if args else named[self.argument],
+            x,
             getattr(module, "weight", None),
             bias=getattr(module, "bias", None),
             eps=_eps(module, self.eps_name),
@@ -74,11 +66,10 @@ def detect(module: nn.Module) -> Forward | str | None:
 
 def _refusal(module: nn.Module, eps_name: str | None) -> str | None:
     """What can be said without running it."""
-    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     parameters = dict(module.named_parameters(recurse=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if len(arguments) != 1 or arguments[0].kind != inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"forward takes ({', '.join(map(str, arguments))}), not one tensor"
+    if why := not_one_tensor(module):
+        return why
     if eps_name is None:
         return f"has none of the attributes {', '.join(EPS_NAMES)}"
     if not isinstance(getattr(module, eps_name), float | int | None):
@@ -101,10 +92,10 @@ def _classify(module: nn.Module, eps_name: str) -> Forward | str:
     for x_dtype, weight_dtype, probe, x in _probes(module, eps_name, device):
         pair = f"x {x_dtype} and weight {weight_dtype}".replace("torch.", "")
         try:
-            got = _run(probe, x)
+            got = run(probe, x)
         except Exception as error:  # whatever a foreign forward raises is a reason, not our error
             if x_dtype == weight_dtype:
-                return f"does not run on {pair} of shape {list(x.shape)}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                return failure(error, pair, x)
             continue  # a pair of dtypes that the module refuses never reaches its replacement
         eps = _eps(module, eps_name)
         survivors = {f for f in alive if _same(got, _formula(probe, x, eps, *f))}
@@ -126,11 +117,11 @@ def _probes(
         (p.shape[0] for p in parameters.values()), (getattr(module, "normalized_shape", None) or (128,))[-1]
     )
     rows = max(6, -(-PROBE_ELEMENTS // N))
-    scale = torch.tensor([1.0, 30.0, max(_eps(module, eps_name), 1e-6) ** 0.5])[
-        torch.arange(2 * rows) % 3
-    ].view(2, rows, 1)
-    x = scale * (torch.randn(2, rows, N, generator=generator) + 0.3)
-    random = {name: torch.randn(N, generator=generator) + 0.4 for name in parameters}
+    on = {"generator": generator, "device": "cpu"}  # whatever the default device is
+    scales = torch.tensor([1.0, 30.0, max(_eps(module, eps_name), 1e-6) ** 0.5], device="cpu")
+    scale = scales.repeat(rows)[: 2 * rows].view(2, rows, 1)
+    x = scale * (torch.randn(2, rows, N, **on) + 0.3)
+    random = {name: torch.randn(N, **on) + 0.4 for name in parameters}
     for x_dtype, weight_dtype in product(DTYPES, DTYPES) if parameters else zip(DTYPES, DTYPES, strict=True):
         # Shallow: hooks, and whatever else hangs on a module, are neither copied nor run.
         probe = copy.copy(module)
@@ -139,18 +130,6 @@ def _probes(
             for name, value in random.items()
         } | {name: None for name, parameter in module._parameters.items() if parameter is None}
         yield x_dtype, weight_dtype, probe, x.to(device, x_dtype)
-
-
-def _run(probe: nn.Module, x: Tensor) -> Tensor:
-    devices = [x.device] if x.is_cuda else []
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices),
-        torch.autocast(x.device.type, enabled=False),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # torch.nn.RMSNorm warns of mixed dtypes
-        return type(probe).forward(probe, x.clone())
 
 
 def _formula(probe: nn.Module, x: Tensor, eps: float, casting: str, weight_offset: float) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fast.integrations import _rms_norm
+from fast.integrations import _rms_norm, _swiglu_mlp
 from fast.integrations._forward import Forward, install, rebound, restore, standing, wrapper_of_replacement
 
 
@@ -30,7 +30,10 @@ class Detector:
     detect: Callable[[nn.Module], Forward | str | None]
 
 
-DETECTORS: dict[str, Detector] = {"rms_norm": Detector(_rms_norm.LOOKS_FOR, _rms_norm.detect)}
+DETECTORS: dict[str, Detector] = {
+    "rms_norm": Detector(_rms_norm.LOOKS_FOR, _rms_norm.detect),
+    "swiglu_mlp": Detector(_swiglu_mlp.LOOKS_FOR, _swiglu_mlp.detect),
+}
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,7 @@ def patch(model: nn.Module, *, ops: Iterable[str] | str | None = None) -> Report
     Raises TypeError for what is no torch.nn.Module; ValueError for an unknown operation, and where no module at all could be
     replaced (nothing is changed then).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
-    report, replacements = _plan(model, _chosen(ops))
-    if not any(entry.replaced for entry in report.entries):
-        raise ValueError(f"patch: nothing was replaced in {report.model}\n{report}")
-    for replacement in replacements:
-        install(replacement)
-    return report
+    return _patch(model, ops)[0]
 
 
 def unpatch(model: nn.Module) -> None:
@@ -115,12 +111,25 @@ def unpatch(model: nn.Module) -> None:
 @contextmanager
 def patched(model: nn.Module, *, ops: Iterable[str] | str | None = None) -> Iterator[Report]:
     """`patch` inside the with block; afterwards what was patched before is still patched, and nothing else."""
-    before = {id(module) for module in model.modules() if standing(module)}
-    report = patch(model, ops=ops)
+    report, replacements = _patch(model, ops)
+    mine = [replacement.module for replacement in replacements]
+    before = {module for module in model.modules() if standing(module)} - set(mine)
     try:
         yield report
     finally:
-        _restore(module for module in model.modules() if id(module) not in before)
+        # Also modules that left the model inside the block, and copies of patched ones that came into it.
+        _restore(module for module in dict.fromkeys([*mine, *model.modules()]) if module not in before)
+
+
+def _patch(model: nn.Module, ops: Iterable[str] | str | None) -> tuple[Report, list[Forward]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    report, replacements = _plan(model, _chosen(ops))
+    if not any(entry.replaced for entry in report.entries):
+        raise ValueError(f"patch: nothing was replaced in {report.model}\n{report}")
+    for replacement in replacements:
+        install(replacement)
+    return report, replacements
 
 
 def _restore(modules: Iterable[nn.Module]) -> int:
@@ -165,7 +174,9 @@ def _plan(model: nn.Module, ops: list[str]) -> tuple[Report, list[Forward]]:
 def _look(module: nn.Module, op: str) -> Forward | str | None:
     present = standing(module)
     if present is not None:
-        return present if present.operation == op else None
+        why = present.changed()
+        found = present if why is None else f"was patched before, and since then {why}: unpatch first"
+        return found if present.operation == op else None
     found = DETECTORS[op].detect(module)
     if isinstance(found, Forward) and rebound(module):
         return f"its forward is already re-bound on this instance, to {rebound(module)}"
