@@ -1,14 +1,16 @@
 """bench refuses what it must, says why a figure is missing, and report's tables hold the records and nothing else."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from equivalence_tests.harness.interpreter import interpreting
-from experiments import _environment, _figures, _timing, bench, report
+from experiments import _environment, _figures, _timing, bench, report, swiglu
 from experiments._environment import read_records, slug, unverified
 from experiments._timing import Contestant, Timing
 from experiments.rms_norm import ROWS, row
@@ -81,7 +83,7 @@ def test_records_hold_every_figure_or_a_reason(cpu_bench: bench.Bench, monkeypat
     def missing() -> None:
         raise ImportError("no module named quack")
 
-    monkeypatch.setitem(bench.experiment("rms_norm").PEERS, "quack", missing)
+    monkeypatch.setitem(bench.experiment("rms_norm").PEERS, "quack", {"rms_norm": missing})
     small = row("8×64 + residual", residual=True, phases=("fwd", "bwd", "fwd+bwd"))
     impls = ["reference", "torch", "fast", "quack"]
     records = list(cpu_bench.measure(small, "bf16", impls, ["fwd", "bwd", "fwd+bwd"]))
@@ -109,11 +111,96 @@ def test_an_implementation_of_something_else_is_not_timed(
     cpu_bench: bench.Bench, monkeypatch: pytest.MonkeyPatch
 ):
     peers = bench.experiment("rms_norm").PEERS
-    honest = peers["torch"]()
-    monkeypatch.setitem(peers, "torch", lambda: lambda *args, **kwargs: 1.05 * honest(*args, **kwargs))
+    honest = peers["torch"]["rms_norm"]()
+    wrong = {"rms_norm": lambda: lambda *args, **kwargs: 1.05 * honest(*args, **kwargs)}
+    monkeypatch.setitem(peers, "torch", wrong)
     (record,) = cpu_bench.measure(row("8×64"), "bf16", ["torch"], ["fwd"])
     assert "differs from the reference" in record["reason"]
     assert record["kernel_ms"] is None
+
+
+@pytest.mark.skipif(not interpreting(), reason="the stand-in stopwatch runs kernels on the CPU")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "9×70",
+        "9×70 halves gelu",
+        "9×70 alternating clamped",
+        "9×16×40",
+        "9×16×40 recompute",
+        "9×16×40 frozen",
+        "9×16×40 halves biases clamped",
+    ],
+)
+def test_every_form_of_swiglu_is_the_same_in_every_implementation(cpu_bench: bench.Bench, shape: str):
+    work = swiglu.row(shape, ("fwd", "bwd", "fwd+bwd"))
+    records = list(cpu_bench.measure(work, "fp32", ["reference", "torch", "fast"], ["fwd", "bwd", "fwd+bwd"]))
+    assert [r.get("reason") for r in records] == [None] * 9
+    assert {r["function"] for r in records} == {"swiglu_mlp" if shape.count("×") == 2 else "swiglu"}
+
+
+def test_swiglu_rows_are_laid_out_as_they_say():
+    def made(shape: str) -> Any:
+        return swiglu.row(shape).make(torch.bfloat16, torch.device("meta"), None)
+
+    assert {r.function for r in swiglu.ROWS} == {"swiglu", "swiglu_mlp"}
+    assert [t.stride() for t in made("4×8 halves").args] == [(16, 1), (16, 1)]
+    assert [t.stride() for t in made("4×8 alternating").args] == [(16, 2), (16, 2)]
+    call = made("4×8×16 halves biases")
+    assert [t.shape for t in (*call.args, *call.cotangents)] == [(4, 8), (16, 8), (16, 8), (8, 16), (4, 8)]
+    assert len(call.wanted) == 7
+    assert len(made("4×8×16 frozen").wanted) == 1
+    with pytest.raises(ValueError, match="is none of"):
+        swiglu.row("4×8 sideways")
+
+
+def test_a_frozen_block_counts_no_products_for_its_weights():
+    whole, frozen = (
+        (r := swiglu.row(shape)).cost(r.make(torch.bfloat16, torch.device("meta"), None))
+        for shape in ("4×8×16", "4×8×16 frozen")
+    )
+    assert whole.backward.flops - frozen.backward.flops == 3 * 2 * 4 * 8 * 16
+    assert whole.backward.bytes - frozen.backward.bytes == 3 * 8 * 16 * 2
+    assert whole.forward == frozen.forward
+
+
+def test_what_an_implementation_writes_over_its_inputs_is_undone():
+    """Liger's gradients lie where gate and up lay: what is compared or timed next must not start from them."""
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+            ctx.save_for_backward(gate, up)
+            return gate * up
+
+        @staticmethod
+        def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
+            gate, up = ctx.saved_tensors
+            dgate, dup = dh * up, dh * gate
+            return gate.data.copy_(dgate), up.data.copy_(dup)
+
+    call = swiglu.row("4×8").make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    call.kwargs.clear()
+    before = [t.detach().clone() for t in call.tensors]
+    assert bench.disagreement(Overwriting.apply, torch.mul, call) == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(call.tensors, before, strict=True))
+
+
+def test_a_training_step_does_not_keep_its_graph():
+    call = swiglu.row("4×8").make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    y, dgate, _ = call.step(import_module("reference").swiglu)
+    assert dgate.shape == (4, 8)
+    with pytest.raises(RuntimeError, match="second time"):
+        call.gradients((y,))
+
+
+def test_the_compiled_block_starts_from_products_in_the_working_dtype(monkeypatch: pytest.MonkeyPatch):
+    started = []
+    monkeypatch.setattr(torch, "compile", lambda plain, **_: started.append(plain))
+    for function in ("swiglu", "swiglu_mlp"):
+        bench.functions("swiglu", function)("compile")
+    assert started[0] is import_module("reference").swiglu
+    assert started[1].__module__ == "experiments.swiglu"
 
 
 def verification(**changes: Any) -> dict[str, Any]:
@@ -214,6 +301,21 @@ def test_tables_come_from_the_records(results: Path):
     assert text.startswith("before\n")
     (results / "h200" / "rms_norm.jsonl").write_text(json.dumps(figure("8×64", "fast", "fwd", 1.0)) + "\n")
     assert report.filled(text, results) != text
+
+
+def test_products_are_reported_in_ms_and_apart(tmp_path: Path):
+    limit = {"kind": "gemm", "copy_gbps": 4000.0, "gemm_tflops": 700.0}
+    block = {"op": "swiglu", "function": "swiglu_mlp", "limit": limit, "kernel_ms": 4.125}
+    records = [
+        figure("8×64", "fast", "fwd", 3456.0, op="swiglu", function="swiglu"),
+        figure("8×4×16", "fast", "fwd", 210.0, **block),
+    ]
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "swiglu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    text = report.filled("<!-- table: swiglu h200 -->\n<!-- /table -->", tmp_path)
+    assert "| 8×64 | bf16 | fwd | 3456 | 90.0 |" in text
+    assert "| 8×4×16 | bf16 | fwd | 4.125 | 90.0 |" in text
+    assert text.index("4000 GB/s") < text.index("700 TFLOP/s")
 
 
 def test_the_verdicts_make_a_table(tmp_path: Path):

@@ -2,9 +2,11 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import wraps
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import fast
 from equivalence_tests.harness.real import DEVICE, one_thread
 from fast.integrations import Report, patch, patched, unpatch
 from fast.integrations._forward import Forward
+from fast.integrations.transformers import DETECTORS
 
 SIZES = {
     "vocab_size": 64,
@@ -28,19 +31,34 @@ SIZES = {
     "attn_implementation": "eager",  # bitwise reproducible on a GPU too
     "max_position_embeddings": 32,
 }
-# name: (RMSNorms per layer, casting, weight_offset, options beside SIZES); one more norm follows the last layer.
-MODELS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
-    "Llama": (2, "llama", 0.0, {}),
-    "Mistral": (2, "llama", 0.0, {}),
-    "Qwen2": (2, "llama", 0.0, {}),
-    "Qwen3": (4, "llama", 0.0, {"head_dim": 16}),  # q_norm and k_norm on [B, T, H, D]
-    "Phi3": (2, "llama", 0.0, {}),
-    "Granite": (2, "llama", 0.0, {}),
-    "Mixtral": (2, "llama", 0.0, {"num_local_experts": 2}),
-    "Gemma": (2, "gemma", 1.0, {"head_dim": 16}),
-    "Gemma2": (4, "gemma", 1.0, {"head_dim": 16}),
-    "Gemma3": (6, "gemma", 1.0, {"head_dim": 16}),
-    "Olmo2": (4, "gemma", 0.0, {}),
+
+
+class Kind(NamedTuple):
+    """norms: RMSNorms per layer; one more follows the last layer. activation: of its MLPs, one per layer; None: not one of ours.
+    options: beside SIZES."""
+
+    norms: int
+    casting: str
+    weight_offset: float
+    activation: str | None = "silu"
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+MODELS: dict[str, Kind] = {
+    "Llama": Kind(2, "llama", 0.0),
+    "Mistral": Kind(2, "llama", 0.0),
+    "Qwen2": Kind(2, "llama", 0.0),
+    "Qwen3": Kind(4, "llama", 0.0, options={"head_dim": 16}),  # q_norm and k_norm on [B, T, H, D]
+    "Phi3": Kind(2, "llama", 0.0),  # gate and up packed
+    "Glm": Kind(2, "llama", 0.0, options={"head_dim": 16}),  # the same
+    "Glm4": Kind(4, "llama", 0.0, options={"head_dim": 16}),  # the same
+    "SmolLM3": Kind(2, "llama", 0.0, options={"mlp_bias": True}),
+    "Granite": Kind(2, "llama", 0.0),
+    "Mixtral": Kind(2, "llama", 0.0, None, {"num_local_experts": 2}),
+    "Gemma": Kind(2, "gemma", 1.0, "gelu_tanh", {"head_dim": 16}),
+    "Gemma2": Kind(4, "gemma", 1.0, "gelu_tanh", {"head_dim": 16}),
+    "Gemma3": Kind(6, "gemma", 1.0, "gelu_tanh", {"head_dim": 16}),
+    "Olmo2": Kind(4, "gemma", 0.0),
 }
 
 
@@ -55,10 +73,10 @@ def make(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32)
     config = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES, **MODELS[name][3]))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES, **MODELS[name].options))
         for path, parameter in model.named_parameters():
             if "norm" in path:
-                nn.init.normal_(parameter, mean=1.0 - MODELS[name][2], std=0.3)
+                nn.init.normal_(parameter, mean=1.0 - MODELS[name].weight_offset, std=0.3)
     return model.to(DEVICE, dtype)
 
 
@@ -82,18 +100,20 @@ def attributes(model: nn.Module) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_model_is_the_same_function(name: str) -> None:
-    per_layer, casting, weight_offset, _ = MODELS[name]
-    model = make(name)
+    kind, model = MODELS[name], make(name)
     want = step(model)
     report = patch(model)
-    assert report.counts == {"rms_norm": 2 * per_layer + 1}
+    assert report.counts == {"rms_norm": 2 * kind.norms + 1, "swiglu_mlp": 2 if kind.activation else 0}
     forwards = [vars(model.get_submodule(e.path))["forward"] for e in report.entries if e.replaced]
-    assert {(f.casting, f.weight_offset) for f in forwards} == {(casting, weight_offset)}
+    norms = {(f.casting, f.weight_offset) for f in forwards if f.operation == "rms_norm"}
+    mlps = {(f.activation, f.alpha, f.limit_name) for f in forwards if f.operation == "swiglu_mlp"}
+    assert norms == {(kind.casting, kind.weight_offset)}
+    assert mlps == ({(kind.activation, 1.0, None)} if kind.activation else set())
     got = step(model)
     assert got.keys() == want.keys()
     for key in want:
-        # A norm's fp32 result moves by a few 2⁻²⁴ (other order of the sum); up to 13 norms in a row, forward and backward,
-        # with softmaxes between them that pass it on, make 2⁶ of them at most.
+        # The fp32 result of a norm or an MLP moves by a few 2⁻²⁴ (other order of the sum, one rounding less); up to 15 of them
+        # in a row, forward and backward, with softmaxes between them that pass it on, make 2⁶ at most.
         difference, size = (got[key] - want[key]).norm(), want[key].norm()
         assert difference <= 2**-18 * size, f"{key}: {difference / size:.1e}"
 
@@ -133,21 +153,25 @@ def test_unpatch_leaves_no_trace_and_other_models_never_change() -> None:
     assert all(torch.equal(value, want[key]) for key, value in step(model).items())
 
 
-def test_patched_model_calls_the_fast_function_and_an_unpatched_one_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("ops", [None, "rms_norm", "swiglu_mlp", ["swiglu_mlp", "rms_norm"]])
+def test_patched_model_calls_the_fast_functions_asked_for_and_an_unpatched_one_none(
+    monkeypatch: pytest.MonkeyPatch, ops: Any
 ) -> None:
-    calls = []
-    real = fast.rms_norm
-    monkeypatch.setattr(
-        fast, "rms_norm", lambda *args, **kwargs: (calls.append(kwargs), real(*args, **kwargs))[1]
-    )
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, real: Any) -> Any:
+        return lambda *args, **kwargs: (calls.update([name]), real(*args, **kwargs))[1]
+
+    for name in DETECTORS:
+        monkeypatch.setattr(fast, name, counted(name, getattr(fast, name)))
     model = make()
-    patch(model)
+    report = patch(model, ops=ops)
     step(model)
-    assert len(calls) == 5
+    chosen = DETECTORS if ops is None else [ops] if isinstance(ops, str) else ops
+    assert calls == report.counts == {name: {"rms_norm": 5, "swiglu_mlp": 2}[name] for name in chosen}
     unpatch(model)
     step(model)
-    assert len(calls) == 5
+    assert calls == report.counts
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save_pretrained"])
@@ -161,15 +185,19 @@ def test_copies_are_patched_and_use_their_own_weights(how: str, tmp_path: Any) -
         patch(twin)
     else:
         twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert vars(twin.model.norm)["forward"].module is twin.model.norm
+    norm, mlp = twin.model.norm, twin.model.layers[1].mlp
+    assert all(vars(module)["forward"].module is module for module in (norm, mlp))
     want = step(model)
     assert all(torch.equal(value, want[key]) for key, value in step(twin).items())
     with torch.no_grad():
-        twin.model.norm.weight.zero_()
+        mlp.down_proj.weight.zero_()
+    assert not mlp(torch.ones(1, 32, device=DEVICE)).any()
+    with torch.no_grad():
+        norm.weight.zero_()
     assert not step(twin)["logits"].any()
     assert all(torch.equal(value, want[key]) for key, value in step(model).items())
     unpatch(twin)
-    assert "forward" not in vars(twin.model.norm)
+    assert not any("forward" in vars(module) for module in (norm, mlp))
     assert "forward" in vars(model.model.norm)
 
 
@@ -200,6 +228,18 @@ def test_context_manager_undoes_its_own_patches_only() -> None:
     assert attributes(model) == half
 
 
+def test_context_manager_undoes_its_patch_of_a_module_that_left_the_model() -> None:
+    model = make()
+    norm, mlp, layer = model.model.norm, model.model.layers[0].mlp, model.model.layers[1]
+    with patched(model):
+        model.model.norm = copy.deepcopy(norm)
+        model.model.layers[0].mlp = nn.Identity()
+        del model.model.layers[1]
+        assert "forward" in vars(model.model.norm)
+    for module in (norm, mlp, *layer.modules(), *model.modules()):
+        assert "forward" not in vars(module)
+
+
 def test_report_names_every_module_and_prints_as_a_table() -> None:
     report = patch(make("Qwen3"))
     assert "model.layers.1.self_attn.q_norm" in {entry.path for entry in report.entries}
@@ -208,6 +248,7 @@ def test_report_names_every_module_and_prints_as_a_table() -> None:
         ["model.layers.*.self_attn.q_norm", "Qwen3RMSNorm", "rms_norm", "2", "replaced"]
     ]
     assert "Qwen3ForCausalLM: 9 modules run fast.rms_norm" in table
+    assert "Qwen3ForCausalLM: 2 modules run fast.swiglu_mlp" in table
 
 
 def test_a_model_without_the_operation_is_an_error_that_says_what_was_looked_for() -> None:
@@ -215,7 +256,8 @@ def test_a_model_without_the_operation_is_an_error_that_says_what_was_looked_for
     model = transformers.GPT2LMHeadModel(config).to(DEVICE)
     before = attributes(model)
     with pytest.raises(
-        ValueError, match=r"nothing was replaced in GPT2LMHeadModel(.|\n)*LayerNorm(.|\n)*compute RMSNorm"
+        ValueError,
+        match=r"nothing was replaced in GPT2LMHeadModel(.|\n)*LayerNorm(.|\n)*compute RMSNorm(.|\n)*gated MLP",
     ):
         patch(model)
     assert attributes(model) == before
@@ -227,6 +269,26 @@ def test_a_misspelt_operation_is_an_error_that_names_the_allowed(ops: Any) -> No
         patch(make(), ops=ops)
 
 
+def test_default_device_and_dtype_are_not_seen_by_the_probes() -> None:
+    model = make()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
+        report = patch(model)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert report.counts == {"rms_norm": 5, "swiglu_mlp": 2}
+
+
+def test_activation_checkpointing_of_a_patched_model_gives_the_same_bits() -> None:
+    model = make().train()
+    patch(model)
+    want = step(model)
+    model.gradient_checkpointing_enable()
+    assert all(torch.equal(value, want[key]) for key, value in step(model).items())
+
+
 def test_bad_calls_are_errors() -> None:
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str"):
         patch("meta-llama/Llama-3.2-1B")
@@ -234,7 +296,8 @@ def test_bad_calls_are_errors() -> None:
         unpatch(make())
 
 
-def test_accelerate_hooks_before_and_after() -> None:
+@pytest.mark.parametrize("path", ["model.norm", "model.layers.0.mlp"])
+def test_accelerate_hooks_before_and_after(path: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
     class Counting(hooks.ModelHook):
@@ -246,42 +309,45 @@ def test_accelerate_hooks_before_and_after() -> None:
 
     for first in ("hook", "patch"):
         model, hook = make(), Counting()
+        module = model.get_submodule(path)
         clean = attributes(model)
         for action in (first, "patch" if first == "hook" else "hook"):
             if action == "hook":
-                hooks.add_hook_to_module(model.model.norm, hook)
-                hooked = set(vars(model.model.norm))
+                hooks.add_hook_to_module(module, hook)
+                hooked = set(vars(module))
             else:
                 patch(model)
         want = step(model)
         assert hook.calls == 1, first
         unpatch(model)
-        assert set(vars(model.model.norm)) == hooked
+        assert set(vars(module)) == hooked
         assert not [v for m in model.modules() for v in vars(m).values() if isinstance(v, Forward)]
         difference = (step(model)["logits"] - want["logits"]).norm()
         assert difference <= 2**-18 * want["logits"].norm()  # as for whole models above
         assert hook.calls == 2, first
-        hooks.remove_hook_from_module(model.model.norm)
+        hooks.remove_hook_from_module(module)
         # accelerate itself leaves the class's forward bound on the instance.
-        vars(model.model.norm).pop("forward", None)
+        vars(module).pop("forward", None)
         assert attributes(model) == clean
 
 
-def test_a_foreign_wrapper_around_the_patch_is_an_error_at_unpatch() -> None:
+@pytest.mark.parametrize("path", ["model.norm", "model.layers.0.mlp"])
+def test_a_foreign_wrapper_around_the_patch_is_an_error_at_unpatch(path: str) -> None:
     model = make()
+    module = model.get_submodule(path)
     patch(model)
-    forward = model.model.norm.forward
+    forward = module.forward
 
     @wraps(forward, updated=())
     def wrapper(*args: Any) -> Any:
         return forward(*args)
 
-    model.model.norm.forward = wrapper
+    module.forward = wrapper
     before = attributes(model)
-    with pytest.raises(RuntimeError, match="wraps the patched forward of a LlamaRMSNorm"):
+    with pytest.raises(RuntimeError, match=f"wraps the patched forward of a {type(module).__name__}"):
         unpatch(model)
     assert attributes(model) == before
-    model.model.norm.forward = forward
+    module.forward = forward
     unpatch(model)
 
 

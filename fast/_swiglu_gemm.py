@@ -39,9 +39,9 @@ _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# By the smaller of M and 2·K; None: products by cuBLAS, and an elementwise kernel. On an H200, time over that of cuBLAS and the kernel, by
-# (M, K, F): 0.99 at (8192, 4096, 14336), 0.92 at (16384, 2048, 5632), 0.97 at (4096, 2048, 5632), but 1.02 at (1024, 4096, 14336),
-# 1.35 at (256, 4096, 14336), and 1.6 at (8192, 576, 1536), where making six descriptors takes the host longer than the GPU.
+# By the smaller of M and 2·K; None: products by cuBLAS, and an elementwise kernel. Time on an H200 over the time of those, by
+# (M, K, F): 0.99 at (8192, 4096, 14336), 0.92 at (16384, 2048, 5632), 0.97 at (4096, 2048, 5632); but 1.02 at (1024, 4096, 14336),
+# 1.35 at (256, 4096, 14336), 1.6 at (8192, 576, 1536), where the host makes six descriptors for longer than the GPU works.
 GATE_UP = Table(
     "swiglu_gate_up",
     {

@@ -310,6 +310,6 @@ def _named(options: tuple[str, float, float | None, float]) -> dict[str, Any]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[M, D]. Copied where few columns are so far apart that cuBLAS, which may count elements in 32 bits, could not reach them."""
+    """[M, D]. Copied where rows are so far apart that cuBLAS, which may count elements in 32 bits, could not reach them."""
     x = x.reshape(-1, x.shape[-1])
     return x.contiguous() if max(x.stride()) >= 2**24 else x
