@@ -33,12 +33,13 @@ def update(records: list[Record], gpu: str, folder: Path, *, write: bool) -> lis
     for op in operations():
         chosen = [r for r in taken if r["op"] == op]
         for name, draw in ((f"{op}_{gpu}.svg", _by_shape), (f"{op}_roofline_{gpu}.svg", _roofline)):
-            path, mark = folder / name, _digest(chosen)
-            if chosen and mark not in _marks(path):
+            shown = chosen if draw is _roofline else [r for r in chosen if r["limit"]["kind"] == "copy"]
+            path, mark = folder / name, _digest(shown)
+            if shown and mark not in _marks(path):
                 stale.append(path)
                 if write:
                     folder.mkdir(parents=True, exist_ok=True)
-                    _draw(draw, chosen, path, mark)
+                    _draw(draw, shown, path, mark)
     return stale
 
 
@@ -65,7 +66,7 @@ def _marks(path: Path) -> list[str]:
 
 
 def _by_shape(records: list[Record]) -> Any:
-    """GB/s of the compulsory bytes for every shape, one line per implementation, against the copy limit."""
+    """GB/s of the compulsory bytes for every shape that a copy limits, one line per implementation."""
     from matplotlib.figure import Figure
 
     phases = [phase for phase in ("fwd", "bwd") if any(r["phase"] == phase for r in records)]

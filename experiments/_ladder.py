@@ -11,25 +11,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from experiments import _meter
 from experiments._work import DTYPES, experiment
-
-METERED = "256×1024"  # small enough for the interpreter; bytes over the floor hardly depend on the size
-TIMED = "16384×4096"
 
 
 @dataclass(frozen=True)
 class Step:
-    """run(**inputs) -> the outputs, in the ladder's order. rises: why bytes do not fall here; empty where they do."""
+    """run(**inputs) -> the outputs, in the ladder's order. rises: why neither bytes nor memory fall here, or why bytes rise."""
 
     name: str
     why: str
@@ -39,87 +35,73 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder:
-    """make(sizes, dtype, device, generator) -> the inputs by name; floor(inputs) -> bytes that any version must move."""
+    """make(sizes, dtype, device, generator) -> the inputs by name; work(inputs) -> what any version must do (reference.COST).
+
+    phase: unique in the operation. metered_at: small enough for the interpreter; bytes over the floor hardly depend on the size.
+    function: of the operation, where it has several.
+    """
 
     op: str
     phase: str
     outputs: tuple[str, ...]
     make: Callable[..., dict[str, Tensor]] = field(repr=False)
-    floor: Callable[[dict[str, Tensor]], int] = field(repr=False)
+    work: Callable[[dict[str, Tensor]], Any] = field(repr=False)
     steps: tuple[Step, ...] = field(repr=False)
+    metered_at: str = "256×1024"
+    timed_at: str = "16384×4096"
+    function: str = ""
 
     def inputs(self, shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(seed)
         return self.make([int(size) for size in shape.split("×")], dtype, torch.device(device), generator)
 
 
-def metered(ladder: Ladder, dtype: str, shape: str = METERED) -> list[dict[str, Any]]:
-    """One record per step: launches, bytes moved (each byte once per launch and direction), × floor."""
-    from equivalence_tests.harness.instruments import eager_traffic, traced
-
-    records = []
+def metered(ladder: Ladder, dtype: str, shape: str | None = None) -> list[dict[str, Any]]:
+    """One record per step: launches, bytes moved (each byte once per launch and direction), × floor, peak memory."""
+    records, shape = [], shape or ladder.metered_at
     for step in ladder.steps:
         inputs = ladder.inputs(shape, DTYPES[dtype], "cpu")
-        with traced() as trace, eager_traffic() as eager, _only_eager_ops():
-            step.run(**inputs)
-        # An operator of our own is its launches, which the trace has.
-        ops = [moved for name, moved in eager.ops if name.startswith("aten.")]
-        nbytes, floor = trace.launch_bytes + sum(ops), ladder.floor(inputs)
+        found = _meter.metered(step.run, inputs)
         records.append(
             {
                 "op": ladder.op,
+                "function": ladder.function or ladder.op,
                 "ladder": ladder.phase,
                 "step": step.name,
                 "why": step.why,
                 "rises": step.rises,
                 "shape": shape,
                 "dtype": dtype,
-                "launches": len(trace.launches) + len(ops),
-                "bytes": nbytes,
-                "times_floor": nbytes / floor,
+                "launches": found.launches,
+                "bytes": found.bytes,
+                "times_floor": found.bytes / ladder.work(inputs).bytes,
+                "peak_bytes": found.peak_bytes,
             }
         )
     return records
 
 
-@contextmanager
-def _only_eager_ops() -> Iterator[None]:
-    """Hide from dispatch modes the copies by which the interpreter itself carries tensors into a launch and back."""
-    from torch.utils._python_dispatch import _disable_current_modes
-    from triton.runtime.interpreter import InterpretedFunction
-
-    run = InterpretedFunction.run
-
-    def hidden(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return run(self, *args, **kwargs)
-
-    with mock.patch.object(InterpretedFunction, "run", hidden):
-        yield
-
-
-def timed(ladder: Ladder, dtype: str, shape: str = TIMED) -> dict[str, dict[str, Any]]:
-    """Figures by step name on the current GPU: µs, % of a copy measured in the same race, peak MiB."""
+def timed(ladder: Ladder, dtype: str, shape: str | None = None) -> dict[str, dict[str, Any]]:
+    """Figures by step name on the current GPU: µs, % of the limit by a copy and a GEMM measured in the same race, peak MiB."""
     from experiments import _timing
 
     device, stream = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
     torch.cuda.set_stream(stream)
+    shape = shape or ladder.timed_at
     sets = [ladder.inputs(shape, DTYPES[dtype], "cuda", seed) for seed in range(4)]
-    floor, copy = ladder.floor(sets[0]), _timing.copy_contestant(device)
-    entrants, figures = {"copy": copy}, {}
+    work, figures = ladder.work(sets[0]), {}
+    entrants = {"copy": _timing.copy_contestant(device), "gemm": _timing.gemm_contestant(device)}
     for step in ladder.steps:
         thunks = [lambda step=step, inputs=inputs: step.run(**inputs) for inputs in sets]
         figures[step.name] = {"timed_shape": shape, "peak_mib": _timing.peak_mib(thunks[0], stream)}
         entrants[step.name] = _timing.captured(thunks, stream)
     timing = _timing.race(entrants, stream)
-    copy_gbps = _timing.copy_gbps(timing["copy"])
+    copy_gbps, gemm_tflops = _timing.copy_gbps(timing["copy"]), _timing.gemm_tflops(timing["gemm"])
+    limit_ms = max(work.bytes / copy_gbps / 1e6, work.flops / gemm_tflops / 1e9)
     for name, found in figures.items():
         ms = timing[name].ms
-        found |= {
-            "us": 1e3 * ms,
-            "percent_of_limit": 100 * floor / copy_gbps / 1e6 / ms,
-            "copy_gbps": copy_gbps,
-        }
+        found |= {"us": 1e3 * ms, "percent_of_limit": 100 * limit_ms / ms}
+        found |= {"copy_gbps": copy_gbps, "gemm_tflops": gemm_tflops}
     return figures
 
 
@@ -131,7 +113,7 @@ def show(records: list[dict[str, Any]]) -> None:
     for phase in dict.fromkeys(record["ladder"] for record in records):
         chosen = [record for record in records if record["ladder"] == phase]
         view = Table(title=f"{chosen[0]['op']} {phase}: bytes at {chosen[0]['shape']} {chosen[0]['dtype']}")
-        for name in ("step", "launches", "MB", "× floor", "µs", "% of limit", "why"):
+        for name in ("step", "launches", "MB", "× floor", "peak MB", "µs", "% of limit", "why"):
             view.add_column(name, justify="left" if name in ("step", "why") else "right")
         for r in chosen:
             times = (f"{r['us']:.1f}", f"{r['percent_of_limit']:.1f}") if "us" in r else ("", "")
@@ -141,6 +123,7 @@ def show(records: list[dict[str, Any]]) -> None:
                 str(r["launches"]),
                 f"{r['bytes'] / 1e6:.2f}",
                 f"{r['times_floor']:.2f}",
+                f"{r['peak_bytes'] / 1e6:.2f}",
                 *times,
                 why,
             )
@@ -195,9 +178,11 @@ def _metered_elsewhere(op: str, dtype: str) -> list[dict[str, Any]]:
 
 
 def unexplained(records: list[dict[str, Any]]) -> list[str]:
-    """A line for each step that moves as many bytes as the one before, or more, and does not say why."""
+    """A line for each step that moves no fewer bytes than the one before, needs no less memory, and does not say why."""
     return [
         f"{after['step']}: {after['bytes']} B after {before['bytes']} B, and no reason"
         for before, after in itertools.pairwise(records)
-        if after["bytes"] >= before["bytes"] and not after["rises"]
+        if after["bytes"] >= before["bytes"]
+        and after["peak_bytes"] >= before["peak_bytes"]
+        and not after["rises"]
     ]

@@ -145,3 +145,8 @@ def gemm_contestant(device: torch.device) -> Contestant:
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return Contestant(lambda: torch.mm(a, b, out=out), 1)
+
+
+def gemm_tflops(gemm: Timing) -> float:
+    """TFLOP/s of that product."""
+    return 2 * GEMM_SIZE**3 / gemm.ms / 1e9

@@ -1,16 +1,16 @@
 """One row of work: an operation's function at a shape, buildable in any dtype on any device.
 
 Every experiments/<op>.py has
-    ROWS      the shapes that bench times, in the order of the tables
-    PEERS     {name: maker}: maker() imports what it needs and returns a function with the reference's signature
+    ROWS      the shapes that bench times, of all the operation's functions, in the order of the tables
+    PEERS     {name: {function: maker}}: maker() imports what it needs and returns a function with the reference's signature
     NOTES     {implementation: what a reader of its figures must know}
     row(shape), random_shape(generator)
     compiled(architecture)   the rows that reach every tile configuration of the operation's tables
-    FORWARD, BACKWARD        the fusion ladder (experiments/_ladder.py)
+    ladders()                the fusion ladders (experiments/_ladder.py)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -44,6 +44,11 @@ class Call:
         kwargs = {name: changed(value) for name, value in self.kwargs.items()}
         return Call(tuple(map(changed, self.args)), kwargs, tuple(map(changed, self.cotangents)))
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the call, cotangents last."""
+        return [t for t in (*self.args, *self.kwargs.values(), *self.cotangents) if isinstance(t, Tensor)]
+
     def outputs(self, function: Callable) -> tuple[Tensor, ...]:
         found = function(*self.args, **self.kwargs)
         return found if isinstance(found, tuple) else (found,)
@@ -52,19 +57,27 @@ class Call:
         """Through autograd, keeping the graph so that the same outputs can be asked again."""
         return torch.autograd.grad(outputs, self.wanted, self.cotangents, retain_graph=True)
 
+    def step(self, function: Callable) -> tuple[Tensor, ...]:
+        """Outputs and gradients of one training step: the graph is not kept, so backward may free what forward saved."""
+        outputs = self.outputs(function)
+        return *outputs, *torch.autograd.grad(outputs, self.wanted, self.cotangents)
+
 
 @dataclass(frozen=True)
 class Row:
-    """shape: as the tables print it. make(dtype, device, generator) -> Call with fresh random contents."""
+    """shape: as the tables print it. make(dtype, device, generator) -> Call with fresh random contents.
+    backward: the work of that direction where fewer gradients are asked for than COST counts."""
 
     op: str
     function: str
     shape: str
     make: Callable[[torch.dtype, torch.device, torch.Generator | None], Call] = field(repr=False)
     phases: tuple[str, ...] = ("fwd", "bwd")
+    backward: Callable[[Call], Any] | None = field(default=None, repr=False)
 
     def cost(self, call: Call) -> Any:
-        return import_module(f"reference.{self.op}").COST[self.function](*call.args, **call.kwargs)
+        found = import_module(f"reference.{self.op}").COST[self.function](*call.args, **call.kwargs)
+        return found if self.backward is None else replace(found, backward=self.backward(call))
 
 
 def operations() -> list[str]:

@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -35,20 +36,26 @@ FIGURES = ("kernel_ms", "host_us", "gbps", "tflops", "peak_mib", "percent_of_lim
 
 
 def functions(op: str, name: str) -> Callable[[str], Callable]:
-    """maker(impl) → the function of that implementation; raises ImportError where its package is missing."""
+    """maker(impl) → the function of that implementation; raises ImportError where its package is missing.
+
+    compile is that of the reference, or of the peer "compile" where the reference is no fair start.
+    """
     import reference
+
+    peers = experiment(op).PEERS
 
     def make(impl: str) -> Callable:
         if impl == "reference":
             return getattr(reference, name)
         if impl == "compile":
             torch._dynamo.reset()
-            return torch.compile(getattr(reference, name), fullgraph=True, dynamic=False)
+            plain = peers["compile"][name]() if name in peers.get("compile", {}) else getattr(reference, name)
+            return torch.compile(plain, fullgraph=True, dynamic=False)
         if impl == "fast":
             import fast
 
             return getattr(fast, name)
-        return experiment(op).PEERS[impl]()
+        return peers[impl][name]()
 
     return make
 
@@ -58,20 +65,35 @@ def thunks(function: Callable, phase: str, calls: list[Call]) -> list[Thunk]:
     if phase == "fwd":
         return [lambda call=call: call.outputs(function) for call in calls]
     if phase == "fwd+bwd":
-        return [lambda call=call: call.gradients(call.outputs(function)) for call in calls]
+        return [partial(call.step, function) for call in calls]
     return [partial(call.gradients, call.outputs(function)) for call in calls]
 
 
 def disagreement(function: Callable, truth: Callable, call: Call) -> float:
     """The largest ‖got − reference‖ / ‖reference‖ over outputs and gradients."""
-    pairs = []
+    again, pairs = restoring([call]), []
     for f in (function, truth):
-        outputs = call.outputs(f)
-        cotangents = tuple(cotangent.clone() for cotangent in call.cotangents)  # some peers write into them
-        pairs.append((*outputs, *torch.autograd.grad(outputs, call.wanted, cotangents)))
+        pairs.append([t.detach().clone() for t in call.step(f)])  # a gradient may lie in an input
+        again()
     norm = torch.linalg.vector_norm
     errors = [(norm(a.double() - b.double()) / norm(b.double())).item() for a, b in zip(*pairs, strict=True)]
     return max(errors)
+
+
+def restoring(calls: list[Call]) -> Thunk:
+    """What gives the calls' tensors their present contents again: some peers write gradients into them."""
+    tensors = [t.data for call in calls for t in call.tensors]  # .data: unseen by autograd's version counters
+    kept = [t.clone() for t in tensors]
+    return partial(torch._foreach_copy_, tensors, kept)
+
+
+@contextmanager
+def donating() -> Iterator[None]:
+    """Backwards compiled inside free what was saved as they go, as in training; such a graph cannot be asked twice."""
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=True):
+        yield
+    torch._dynamo.reset()
 
 
 class Bench:
@@ -86,7 +108,7 @@ class Bench:
         gemm = _timing.gemm_contestant(device)
         timing = _timing.race({"copy": self.copy, "gemm": gemm}, self.stream)
         self.copy_gbps = _timing.copy_gbps(timing["copy"])
-        self.gemm_tflops = 2 * _timing.GEMM_SIZE**3 / timing["gemm"].ms / 1e9
+        self.gemm_tflops = _timing.gemm_tflops(timing["gemm"])
 
     def measure(self, row: Row, dtype: str, impls: list[str], phases: list[str]) -> Iterator[dict[str, Any]]:
         """A record per implementation and phase; where no figure could be taken, one with a reason in its place."""
@@ -99,19 +121,18 @@ class Bench:
             "bwd": (cost.backward.flops, cost.backward.bytes),
             "fwd+bwd": (cost.forward.flops + cost.backward.flops, cost.forward.bytes + cost.backward.bytes),
         }
-        cotangents = [cotangent for each in calls for cotangent in each.cotangents]
-        fresh = [cotangent.clone() for cotangent in cotangents]
+        restore = restoring(calls)
         ready, reasons = self._ready(row, impls, call)
         for phase in (p for p in phases if p in row.phases):
             entrants, figures = {}, {}
             for impl, function in ready.items():
                 try:
+                    restore()
                     entrants[impl], figures[impl] = self._enter(function, phase, calls)
                 except Exception as error:
                     # A peer may fail in any way (memory, compiler, capture); the table then says so instead of stopping.
                     reasons[impl, phase] = _why(error)
-            # Peers that write dx into the incoming gradient would go on from their own result.
-            restore = partial(torch._foreach_copy_, cotangents, fresh)
+            # Peers that write gradients into what they were given would go on from their own results.
             timing = _timing.race({"copy": self.copy, **entrants}, self.stream, before_each=restore)
             for impl in impls:
                 reason = reasons.get((impl, phase)) or reasons.get(impl)
@@ -141,7 +162,10 @@ class Bench:
     def _enter(
         self, function: Callable, phase: str, calls: list[Call]
     ) -> tuple[Contestant, dict[str, float]]:
-        ready = thunks(function, phase, calls)
+        with donating() if phase == "fwd+bwd" else nullcontext():
+            return self._figures(thunks(function, phase, calls))
+
+    def _figures(self, ready: list[Thunk]) -> tuple[Contestant, dict[str, float]]:
         figures = {
             "peak_mib": _timing.peak_mib(ready[0], self.stream),
             "host_us": _timing.host_us(ready[0], self.stream),
@@ -305,7 +329,9 @@ def run(
         flush=True,
     )
     for row, dtype in work:
-        offered = [impl for impl in impls if impl in CORE or impl in experiment(row.op).PEERS]
+        offered = [
+            impl for impl in impls if impl in CORE or row.function in experiment(row.op).PEERS.get(impl, {})
+        ]
         for record in bench.measure(row, dtype, offered, phases):
             record["environment"] = environment
             records.append(record)

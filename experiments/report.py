@@ -42,8 +42,15 @@ def benched(records: list[Record], op: str) -> list[Record]:
 
 
 def speed(records: list[Record], op: str) -> str:
-    """GB/s of the bytes that the operation must move, per shape, phase and implementation."""
-    return _per_implementation(benched(records, op), "gbps", "GB/s of the bytes that must be moved", "{:.0f}")
+    """Per shape, phase and implementation: GB/s of the bytes that must be moved; ms where products are the limit."""
+    found = benched(records, op)
+    by_products = {r["function"] for r in found if r["limit"]["kind"] == "gemm"}
+    moving = [r for r in found if r["function"] not in by_products]
+    tables = (
+        _per_implementation(moving, "gbps", "GB/s of the bytes that must be moved", "{:.0f}"),
+        _per_implementation([r for r in found if r not in moving], "kernel_ms", "ms", "{:.3f}"),
+    )
+    return "\n".join(filter(None, tables))
 
 
 def host(records: list[Record], op: str) -> str:
@@ -68,7 +75,8 @@ def ladder(records: list[Record], op: str) -> str:
             "launches",
             "MB",
             "× floor",
-            *(["µs", "% of a copy", "peak MiB"] if timed else []),
+            *(["peak MB"] if "peak_bytes" in steps[0] else []),
+            *(["µs", "% of the limit", "peak MiB"] if timed else []),
             "why",
         ]
         where = f"; times at {steps[0]['timed_shape']} on {_where(steps[0])}" if timed else ""
@@ -79,6 +87,7 @@ def ladder(records: list[Record], op: str) -> str:
                 [f"{r['us']:.1f}", f"{r['percent_of_limit']:.1f}", f"{r['peak_mib']:.1f}"] if timed else []
             )
             cost = [str(r["launches"]), f"{r['bytes'] / 1e6:.3f}", f"{r['times_floor']:.2f}"]
+            cost += [f"{r['peak_bytes'] / 1e6:.2f}"] if "peak_bytes" in r else []
             rows.append([r["step"], *cost, *times, f"{r['why']} {r['rises']}".strip()])
         lines += [*_table(head, rows), ""]
     return "\n".join(lines)
@@ -135,7 +144,7 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
     impls += sorted({r["impl"] for r in records} - set(impls))
     cells = {(r["shape"], r["dtype"], r["phase"], r["impl"]): r for r in records}
     head = ["shape", "dtype", "phase", *impls]
-    limited = field == "gbps" and any(r["impl"] == "fast" for r in records)
+    limited = field in ("gbps", "kernel_ms") and any(r["impl"] == "fast" for r in records)
     if limited:
         head.append("fast, % of the limit")
     rows, reasons = [], []
@@ -151,12 +160,11 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
             share = cells.get((*key, "fast"), {}).get("percent_of_limit")
             row.append("–" if share is None else f"{share:.1f}")
         rows.append(row)
-    copies = sorted(r["limit"]["copy_gbps"] for r in records)
-    limit = (
-        f"; a device-to-device copy raced with them: {copies[len(copies) // 2]:.0f} GB/s (median)"
-        if field == "gbps"
-        else ""
-    )
+    copies, gemms = (sorted(r["limit"][kind] for r in records) for kind in ("copy_gbps", "gemm_tflops"))
+    limit = {
+        "gbps": f"; a device-to-device copy raced with them: {copies[len(copies) // 2]:.0f} GB/s (median)",
+        "kernel_ms": f"; the limit is an 8192³ bf16 product through cuBLAS: {gemms[len(gemms) // 2]:.0f} TFLOP/s",
+    }.get(field, "")
     notes = dict.fromkeys(f"{r['impl']}: {r['note']}." for r in records if "note" in r)
     lines = [
         f"{_where(records[0])}; {unit}{limit}.",

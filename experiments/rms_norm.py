@@ -127,7 +127,7 @@ def _quack() -> Callable:
     return rms_norm
 
 
-PEERS = {"torch": _torch, "liger": _liger, "quack": _quack}
+PEERS = {"torch": {"rms_norm": _torch}, "liger": {"rms_norm": _liger}, "quack": {"rms_norm": _quack}}
 
 NOTES = {
     "torch": "torch.nn.functional.rms_norm; a residual is added before it, gemma's cast and offset are ops around it",
@@ -239,10 +239,8 @@ def ladders() -> tuple[Ladder, Ladder]:
         ),
     )
     return (
-        Ladder("rms_norm", "fwd", ("y",), forward, lambda inputs: cost(inputs).forward.bytes, up),
-        Ladder(
-            "rms_norm", "bwd", ("dx", "dweight"), backward, lambda inputs: cost(inputs).backward.bytes, down
-        ),
+        Ladder("rms_norm", "fwd", ("y",), forward, lambda inputs: cost(inputs).forward, up),
+        Ladder("rms_norm", "bwd", ("dx", "dweight"), backward, lambda inputs: cost(inputs).backward, down),
     )
 
 

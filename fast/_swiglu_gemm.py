@@ -40,8 +40,8 @@ _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # By the smaller of M and 2·K; None: products by cuBLAS, and an elementwise kernel. Time on an H200 over the time of those, by
-# (M, K, F): 0.99 at (8192, 4096, 14336), 0.92 at (16384, 2048, 5632), 0.97 at (4096, 2048, 5632); but 1.02 at (1024, 4096, 14336),
-# 1.35 at (256, 4096, 14336), 1.6 at (8192, 576, 1536), where the host makes six descriptors for longer than the GPU works.
+# (M, K, F): 0.99 at (8192, 4096, 14336), 0.92 at (16384, 2048, 5632), 0.97 at (4096, 2048, 5632); but 1.02 at
+# (1024, 4096, 14336), 1.35 at (256, 4096, 14336), 1.6 at (8192, 576, 1536), where the host takes longer than the GPU.
 GATE_UP = Table(
     "swiglu_gate_up",
     {

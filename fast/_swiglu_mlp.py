@@ -15,7 +15,7 @@ from fast._triton.launch import cdiv
 from fast._triton.matmul import add_matmul, matmul
 
 # A slice has at most this many columns, or elements if it is few rows. In the interpreter small inputs have several slices, too.
-COLUMNS, ELEMENTS = (32, 2**8) if interpreting() else (3072, 2**24)
+COLUMNS, ELEMENTS = (32, 2**8) if interpreting() else (1920, 2**23)
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 Activation = tuple[str, float, float | None, float]
@@ -55,11 +55,11 @@ def swiglu_mlp_bwd(
     """Gradients of x and the parameters, empty where not needed. saved: gate and up, or nothing; emptied when they are done."""
     w_gate, w_up, w_down, *_ = parameters
     (M, _), F, whole = x.shape, w_gate.shape[0], fused(x, w_gate, w_up) is not None
-    shapes = (x.shape, *(None if p is None else p.shape for p in parameters))
-    grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True)]
-    _, dw_gate, dw_up, dw_down, db_gate, db_up, db_down = (
-        g if n else None for g, n in zip(grads, needed, strict=True)
-    )
+    wanted = [p if need else None for p, need in zip(parameters, needed[1:], strict=True)]
+    grads = [
+        None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format) for p in wanted
+    ]
+    dw_gate, dw_up, dw_down, db_gate, db_up, db_down = grads
     need_gate, need_up = needed[0] or needed[1] or needed[4], needed[0] or needed[2] or needed[5]
     dx = None
     with torch.autocast(x.device.type, enabled=False):
@@ -86,11 +86,10 @@ def swiglu_mlp_bwd(
                     db[part] = cotangent.sum(0, dtype=torch.float32)
                 if needed[0]:
                     dx = add_matmul(dx, cotangent, weight[part])
-        if needed[0]:
-            grads[0] = dx.to(x.dtype)
+            del dgate, dup, cotangent
         if db_down is not None:
             db_down.copy_(dy.sum(0, dtype=torch.float32))
-    return grads
+    return [x.new_empty(0) if g is None else g for g in (None if dx is None else dx.to(x.dtype), *grads)]
 
 
 def _columns(saved: Tensor, part: slice, whole: bool) -> Tensor:

@@ -39,7 +39,9 @@ def times(terms: list[Term], slope: Tensor) -> list[Term]:
     return [replace(t, value=t.value * slope, unit=scaled(t.unit), rms=scaled(t.rms)) for t in terms]
 
 
-def contracted(terms: list[Term], product: Callable[[Tensor], Tensor], squares: Callable[[Tensor], Tensor]) -> list[Term]:
+def contracted(
+    terms: list[Term], product: Callable[[Tensor], Tensor], squares: Callable[[Tensor], Tensor]
+) -> list[Term]:
     """Errors of an intermediate as errors of a matrix product with it: `product` multiplies by the other factor's magnitudes,
     `squares` by their squares. Roundings of different elements are independent; the errors of sums are taken to be one."""
 

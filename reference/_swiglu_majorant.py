@@ -98,7 +98,9 @@ def _elementwise(
     shape = _shape(activation, alpha * g)
     slope = shape.slope.abs() * open_gate
     bend = abs(alpha) * shape.bend * open_gate
-    return _Elementwise(g.abs() * shape.s, slope, bend, u.abs() + abs(up_offset), shape, g, open_gate, open_up)
+    return _Elementwise(
+        g.abs() * shape.s, slope, bend, u.abs() + abs(up_offset), shape, g, open_gate, open_up
+    )
 
 
 def swiglu_majorant(
@@ -191,7 +193,11 @@ def swiglu_mlp_majorant(
     dx_size = dgate.abs() @ w_gate.abs() + dup.abs() @ w_up.abs()
     terms = {
         "y": [Term(y_size, sums=(F,), ops=1), *times_weight(of_h, w_down.T)],
-        "dx": [Term(dx_size, sums=(2 * F,), ops=1), *times_weight(of_dgate, w_gate), *times_weight(of_dup, w_up)],
+        "dx": [
+            Term(dx_size, sums=(2 * F,), ops=1),
+            *times_weight(of_dgate, w_gate),
+            *times_weight(of_dup, w_up),
+        ],
         "dw_gate": [Term(dgate.abs().T @ x.abs(), sums=(max(1, M),)), *over_tokens(of_dgate, x)],
         "dw_up": [Term(dup.abs().T @ x.abs(), sums=(max(1, M),)), *over_tokens(of_dup, x)],
         "dw_down": [Term(dy.abs().T @ h.abs(), sums=(max(1, M),)), *rows_over_tokens(dy, of_h)],
@@ -203,7 +209,10 @@ def swiglu_mlp_majorant(
     ):
         if bias is not None:
             terms[name] = [Term(value.abs().sum(0), sums=(max(1, M),)), *column_sum(errors)]
-    return {name: [_reshaped(t, shape) for t in found] if name in ("y", "dx") else found for name, found in terms.items()}
+    return {
+        name: [_reshaped(t, shape) for t in found] if name in ("y", "dx") else found
+        for name, found in terms.items()
+    }
 
 
 def _reshaped(term: Term, shape: torch.Size) -> Term:

@@ -35,7 +35,7 @@ from reference._cost import Cost, Work, nbytes
 from reference._signature import Choices, Dims, check, promote
 from reference._swiglu_majorant import swiglu_majorant, swiglu_mlp_majorant
 
-__all__ = ["swiglu", "swiglu_mlp", "swiglu_majorant", "swiglu_mlp_majorant"]
+__all__ = ["swiglu", "swiglu_majorant", "swiglu_mlp", "swiglu_mlp_majorant"]
 
 Gate = Annotated[Tensor, Dims("* F")]
 Up = Annotated[Tensor, Dims("* F", dtype="own", beside=("gate", "F"))]
@@ -134,7 +134,7 @@ def swiglu_mlp(
         return _linear(h.to(wide.dtype), w_down, b_down, x.dtype)
 
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return checkpoint(block, *tensors, use_reentrant=False) if recompute else block(*tensors)
+    return checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False) if recompute else block(*tensors)
 
 
 def swiglu_mlp_backward(

@@ -13,9 +13,6 @@ n·u is the bound of any order of summation. For large n nothing comes near it: 
 exceeds λ√n·u with a probability of 2·exp(−λ²/2) at most (Higham & Mary 2019, https://doi.org/10.1137/18M1226312); λ = 8
 makes that 3·10⁻¹⁴ an element.
 
-Independent roundings. Where a term adds up intermediates that were each rounded on their own, Term.rms is the root of the sum of
-their squares, and the same theorem bounds what they do together by λ·u·rms.
-
 Underflow. What is smaller than the smallest normal number of fp32 or bf16 may be flushed to zero, as GPUs do; fp16 has to
 round to its subnormals. An intermediate that is rounded underflows the same way; Term.unit says how much of that arrives.
 Overflow. A truth that rounds to ±inf (or lies within the bound of doing so) may be ±inf or the largest finite number of that
@@ -26,7 +23,8 @@ by δ·|number| with δ in ±u, of variance u²/3 at most, so with n ≥ 1024 el
 
     ‖got − truth‖ ≤ max(1.5 · ‖baseline − truth‖,  ‖fp32 part + √(Σ (u·value or rms)² / 3) + underflow‖)
 
-where the baseline is the reference in the working dtype. The right side is what lets bf16 results be told from × 1.01 of
+where rms takes value's place in terms that add up intermediates rounded one by one (Term.rms), and the baseline is the
+reference in the working dtype. The right side is what lets bf16 results be told from × 1.01 of
 themselves although three roundings in the worst case add up to more than that.
 """
 
@@ -58,11 +56,10 @@ def underflow(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps / 2 if dtype is torch.float16 else info.smallest_normal
 
 
-def worst(term: Term) -> Tensor:
-    """κ/(1 − κ) · value, or less where roundings are independent."""
-    rounded = sum(unit_roundoff(d) for d in term.rounded)
-    spread = term.value if term.rms is None else torch.minimum(term.value, _LAMBDA * term.rms)
-    return (_fp32(term) * term.value + rounded * spread) / (1 - _fp32(term) - rounded)
+def factor(term: Term) -> float:
+    """κ/(1 − κ) of the term."""
+    kappa = _fp32(term) + sum(unit_roundoff(d) for d in term.rounded)
+    return kappa / (1 - kappa)
 
 
 def subnormal(term: Term) -> Tensor | float:
@@ -75,7 +72,7 @@ def elementwise(truth: Tensor, terms: list[Term], dtype: torch.dtype) -> Tensor:
     u = unit_roundoff(dtype)
     return (
         truth.abs() * u
-        + sum((worst(t) + subnormal(t) for t in terms), torch.zeros(())) * (1 + u)
+        + sum((factor(t) * t.value + subnormal(t) for t in terms), torch.zeros(())) * (1 + u)
         + underflow(dtype)
     )
 

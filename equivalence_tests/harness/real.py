@@ -167,7 +167,7 @@ def train(
 def recorded(
     op: str, device: str, dtype: torch.dtype, tokens: int = 64, function: str | None = None
 ) -> list[Recorded]:
-    """The calls of operation `op`'s `function` (default: that of the same name) in one training step of `load()` on the text's first `tokens` tokens.
+    """The calls of `op`'s `function` (default: of the same name) in one training step of `load()` on the text's first tokens.
 
     The step runs in float32 on `device`, once for all dtypes; then every floating-point tensor, parameters too, is rounded to
     `dtype`. Cotangents are scaled by one power of two per call to a largest element in [1, 2), as loss scaling would, so that
