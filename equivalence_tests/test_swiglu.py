@@ -85,7 +85,7 @@ GPU_EXAMPLES = [
         example("swiglu", dtype, {"*": (2048,), "F": 14336}),
         example("swiglu", dtype, {"*": (8192,), "F": 2880}, {"up": Spec("alternating")}, GPT_OSS),
         example("swiglu_mlp", dtype, {"*": (2048,), "D": 1024, "F": 14336}),
-        example("swiglu_mlp", dtype, {"*": (8192,), "D": 512, "F": 4416}, {"w_up": Spec("halves")}, {"recompute": True}),
+        example("swiglu_mlp", dtype, {"*": (8192,), "D": 1024, "F": 4416}, {"w_up": Spec("halves"), **BIASES}, {"recompute": True}),
         example("swiglu_mlp", dtype, {"*": (2, 77), "D": 42, "F": 431}, BIASES, {"activation": "gelu_tanh"}),
     )
 ]  # fmt: skip
