@@ -78,6 +78,7 @@ EXAMPLES = [
     example("swiglu", dtype, {"*": (64,), "F": 64}, {n: Spec(content="signs") for n in ("gate", "up")}, {"limit": 0.5})
     for dtype in ("fp32", "fp16", "bf16")
 ]  # fmt: skip
+AGAIN = {"recompute": True}
 GPU_EXAMPLES = [
     case
     for dtype in ("fp32", "fp16", "bf16")
@@ -85,7 +86,7 @@ GPU_EXAMPLES = [
         example("swiglu", dtype, {"*": (2048,), "F": 14336}),
         example("swiglu", dtype, {"*": (8192,), "F": 2880}, {"up": Spec("alternating")}, GPT_OSS),
         example("swiglu_mlp", dtype, {"*": (2048,), "D": 1024, "F": 14336}),
-        example("swiglu_mlp", dtype, {"*": (8192,), "D": 1024, "F": 4416}, {"w_up": Spec("halves"), **BIASES}, {"recompute": True}),
+        example("swiglu_mlp", dtype, {"*": (8192,), "D": 1024, "F": 4416}, {**BIASES, "w_up": Spec("halves")}, AGAIN),
         example("swiglu_mlp", dtype, {"*": (2, 77), "D": 42, "F": 431}, BIASES, {"activation": "gelu_tanh"}),
     )
 ]  # fmt: skip

@@ -5,6 +5,9 @@ only temporaries as long as M beside dx, which is summed over slices in fp32. dw
 Forward has slices only where cuBLAS multiplies: computing gate and up again for the same slice gives the same bits.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,11 +40,11 @@ def swiglu_mlp_fwd(
     M, F = x.shape[0], w_gate.shape[0]
     h, whole = x.new_empty(M, F), fused(x, w_gate, w_up) is not None
     saved = [x.new_empty((M, F) if save else 0) for _ in range(2)]
-    with torch.autocast(x.device.type, enabled=False):
+    with _exact(x):
         for part in [slice(0, F)] if whole else slices(M, F):
             pair = (_columns(t, part, whole) if save else None for t in saved)
             _gate_up(x, parameters, part, *pair, h[:, part], options)
-        return matmul(h, w_down.T, bias=b_down), *saved
+        return _linear(h, w_down, b_down), *saved
 
 
 def swiglu_mlp_bwd(
@@ -62,7 +65,7 @@ def swiglu_mlp_bwd(
     dw_gate, dw_up, dw_down, db_gate, db_up, db_down = grads
     need_gate, need_up = needed[0] or needed[1] or needed[4], needed[0] or needed[2] or needed[5]
     dx = None
-    with torch.autocast(x.device.type, enabled=False):
+    with _exact(x):
         for part in slices(M, F) if need_gate or need_up or needed[3] else []:
             dh = x.new_empty(M, part.stop - part.start)
             if saved:
@@ -116,5 +119,31 @@ def _gate_up(
     if tile := fused(x, w_gate, w_up):
         gate_up(x, *weights, *biases, gate, up, h, tile, *options)
     else:
-        gate, up = (matmul(x, w.T, out, b) for w, out, b in zip(weights, (gate, up), biases, strict=True))
+        gate, up = (_linear(x, w, b, out) for w, b, out in zip(weights, biases, (gate, up), strict=True))
         swiglu_fwd(gate, up, h, *options)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """round(x · weightᵀ + bias). torch.addmm may round before it adds a bias, so the sum is made in fp32."""
+    if bias is None:
+        return matmul(x, weight.T, out)
+    total = add_matmul(None, x, weight.T).add_(bias)
+    return total.to(x.dtype) if out is None else out.copy_(total)
+
+
+@contextmanager
+def _exact(x: Tensor) -> Iterator[None]:
+    """Products as they are written: no autocast, and 16-bit products summed in fp32 to the end (split sums, too)."""
+    settings, before = torch.backends.cuda.matmul, {}
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        split = getattr(
+            settings, f"{name}_split_k", None
+        )  # newer versions of torch have two settings under one name
+        before[name] = getattr(settings, name) if split is None else (getattr(settings, name), split)
+        setattr(settings, name, False if split is None else (False, split))
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)

@@ -28,7 +28,7 @@ reference in the working dtype. The right side is what lets bf16 results be told
 themselves although three roundings in the worst case add up to more than that.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -177,13 +177,20 @@ class Verdict:
 
 
 def compare(
-    output: str, got: Tensor, truth: Tensor, baseline: Tensor, terms: list[Term], unused: bool = False
+    output: str,
+    got: Tensor,
+    truth: Tensor,
+    baseline: Tensor,
+    terms: list[Term],
+    unused: bool = False,
+    repeated: int = 1,
 ) -> Verdict:
     """Judge one output (any shape, got.dtype is the output's) against the float64 truth.
 
     unused: it is a gradient, and the loss does not use every output. At a singular point (a row of zeros, eps = 0) what flows
     back from such an output is 0 · ∞: autograd leaves it out, a kernel may not, and elements without a finite majorant are
     not judged. Otherwise a majorant that is not finite where the truth is raises ValueError.
+    repeated: how many rows may be equal, and so rounded alike; the norms count as many elements for one.
     """
     dtype, got, baseline = got.dtype, got.detach().double(), baseline.detach().double()
     bound = elementwise(truth, terms, dtype)
@@ -200,6 +207,7 @@ def compare(
     power = {"zeros": truth.abs(), "scaled": (1.01 * got - truth).abs()}
     usable = defined & got.isfinite() & baseline.isfinite()
     norms = _norms(usable, truth, error, baseline, typical(truth, terms, dtype), power)
+    norms = replace(norms, n=-(-norms.n // repeated))
     rejects = {name for name, e in power.items() if (defined & (e > bound)).any() or norms.rejects(name)}
     hopeless = {
         name

@@ -165,7 +165,9 @@ class Case:
         )
         fan_in = {a.name: a.dims.fan_in for a in self.operation.tensors}
         if any(fan_in.values()):
-            exponent //= 3  # the products of an operation with weights are of the third degree and higher
+            exponent //= (
+                5  # an operation with weights makes products of the fifth degree, and rounds them on the way
+            )
         scale = dict(self.sizes)[fan_in[name]] ** -0.5 if fan_in.get(name) else 1.0
         seed = zlib.crc32(f"{self.seed} {name}".encode())
         shape = tuple(view.shape)

@@ -7,7 +7,7 @@ without, asked for fewer gradients. A Judgement says everything that was wrong, 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -19,7 +19,7 @@ from equivalence_tests.harness.bounds import Verdict, compare
 from equivalence_tests.harness.cases import Case
 from equivalence_tests.harness.interpreter import interpreting
 from equivalence_tests.harness.operations import Operation
-from equivalence_tests.harness.probes import Saved, Watch, poisoned, same_bits, stir
+from equivalence_tests.harness.probes import Saved, Watch, poisoned, repeats, same_bits, stir
 from reference._numerics import Term
 
 Cotangents = tuple[Tensor | None, ...]
@@ -285,11 +285,11 @@ def _structure(judgement: Judgement, run: Run, baseline: Run) -> bool:
 
 
 def _values(judgement: Judgement, sample: Sample, run: Run, truth: Run, baseline: Run) -> None:
-    terms = _terms(sample, sample.cotangents, truth)
+    terms, repeated = _bounds(sample, sample.cotangents, truth)
     gradients = {f"d{a.name}" for a in sample.operation.tensors}
     names = [name for name in terms if name not in gradients]
     for name, got, exact, working in zip(names, run.outputs, truth.outputs, baseline.outputs, strict=True):
-        verdict = compare(name, got, exact.detach(), working, terms[name])
+        verdict = compare(name, got, exact.detach(), working, terms[name], repeated=repeated)
         judgement.verdicts[name] = verdict
         if not verdict.ok:
             judgement.add("values" if verdict.wrong else "normwise", str(verdict))
@@ -307,11 +307,8 @@ def _gradients(
         (sample.cotangents, grads, "gradients"),
         (sample.others, third, "stale gradient"),
     ):
-        terms, exact, working = (
-            _terms(sample, cotangents, truth),
-            truth.backward(cotangents),
-            baseline.backward(cotangents),
-        )
+        terms, repeated = _bounds(sample, cotangents, truth)
+        exact, working = truth.backward(cotangents), baseline.backward(cotangents)
         for name, grad in result.items():
             if exact[name] is None and grad is None:
                 continue
@@ -327,9 +324,8 @@ def _gradients(
             zero = torch.zeros_like(tensor, dtype=torch.float64)
             exactly = zero if exact[name] is None else exact[name]
             wide = zero if working[name] is None else working[name]
-            verdict = compare(
-                f"d{name}", grad, exactly, wide, terms[f"d{name}"], unused=any(c is None for c in cotangents)
-            )
+            unused = any(c is None for c in cotangents)
+            verdict = compare(f"d{name}", grad, exactly, wide, terms[f"d{name}"], unused, repeated)
             if kind == "gradients":
                 judgement.verdicts[f"d{name}"] = verdict
                 if again[name] is None or not same_bits(grad, again[name]):
@@ -359,6 +355,29 @@ def _terms(sample: Sample, cotangents: Cotangents, truth: Run) -> dict[str, list
     args, kwargs = sample.operation.split(sample.arguments)
     with torch.no_grad():
         return sample.operation.majorant(filled, *args, **kwargs)
+
+
+def _bounds(sample: Sample, cotangents: Cotangents, truth: Run) -> tuple[dict[str, list[Term]], int]:
+    """The majorant, and how often a row of the inputs occurs at most, where the majorant counts on independent roundings.
+
+    Equal rows are rounded alike: in a sum over rows that occur r times at most, the root of the sum of the squares (Term.rms)
+    is √r times that of independent roundings.
+    """
+    terms = _terms(sample, cotangents, truth)
+    if not any(t.rms is not None for found in terms.values() for t in found):
+        return terms, 1
+    rows = {a.name for a in sample.operation.tensors if "*" in a.dims.shape.split()}
+    given = [
+        *(t for name, t in sample.tensors.items() if name in rows),
+        *(c for c in cotangents if c is not None),
+    ]
+    repeated = max(map(repeats, given))
+    summed = {f"d{name}" for name in sample.tensors if name not in rows}
+
+    def scaled(term: Term) -> Term:
+        return term if term.rms is None else replace(term, rms=term.rms * repeated**0.5)
+
+    return {n: [scaled(t) for t in found] if n in summed else found for n, found in terms.items()}, repeated
 
 
 @contextmanager

@@ -81,3 +81,14 @@ def stir(device: torch.device) -> None:
     """Leave numbers in the freed memory that the next torch.empty may return: stale memory differs from run to run."""
     for power in range(8, 22, 2):
         torch.full((2**power,), 1e4, device=device)
+
+
+def repeats(tensor: Tensor) -> int:
+    """How often the most frequent row of a tensor [*, N] occurs, by its bits."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous().view(-1, tensor.shape[-1])
+    if not rows.numel():
+        return 1
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(2**62, (rows.shape[1],), generator=generator).to(rows.device)
+    hashes = (bits(rows).long() * keys).sum(-1)  # wraps, exactly
+    return int(hashes.unique(return_counts=True)[1].max())
