@@ -17,17 +17,16 @@ from equivalence_tests.harness.strategies import PROFILES, sample
 
 DEVICE = "cpu" if interpreting() else "cuda"
 MUTANTS = [
-    (o, m)
-    for o in operations()
-    for m in getattr(suite(o.op), "MUTANTS", ())
-    if m.of in (None, o.function)
+    (o, m) for o in operations() for m in getattr(suite(o.op), "MUTANTS", ()) if m.of in (None, o.function)
 ]
 
 
 def cases(mutant: Mutant, operation: Operation) -> list[Case]:
     """Examples and drawn cases in one dtype, those with many tensors first."""
     dtype, function = mutant.dtypes[-1], operation.function
-    found = [c for c in getattr(suite(operation.op), "EXAMPLES", ()) if (c.function, c.dtype) == (function, dtype)]
+    found = [
+        c for c in getattr(suite(operation.op), "EXAMPLES", ()) if (c.function, c.dtype) == (function, dtype)
+    ]
     found += islice(sample(operation, dtype, PROFILES["ci"], seed=0), PROFILES["ci"].examples)
     return sorted(found, key=lambda c: -sum(spec is not None for _, spec in c.tensors))
 

@@ -78,3 +78,50 @@ def test_a_sum_in_bf16_is_refused_and_one_in_fp32_is_not():
     assert verdict(chunked, 64, 1024, torch.bfloat16).verdicts["dweight"].norms.ok
     assert not verdict(chunked, 2048, 1024, torch.bfloat16).verdicts["dweight"].norms.ok
     assert verdict(chunked, 2048, 1024, torch.float32).findings == []
+
+
+SWIGLU = (NOTES / "exercises" / "swiglu.py").read_text()
+BOUND, ACTIVATED, OVERWRITTEN = (
+    textwrap.dedent(block)
+    for block in re.findall(r"```python\n(.*?)```", (NOTES / "swiglu.md").read_text(), re.DOTALL)
+)
+BEFORE_RETURN, RESULT = (
+    '        return grads["gate"]',
+    "        return definition(gate, up, **options)\n\n    @static",
+)
+
+
+def gated(
+    old: str, new: str, dtype: torch.dtype, limit: float | None = None, scale: float = 1.0
+) -> Judgement:
+    """The verdict on the second note's starting point with one change."""
+    assert not old or SWIGLU.count(old) == 1
+    names: dict[str, Callable] = {}
+    exec(SWIGLU.replace(old, new) if old else SWIGLU, names)
+    generator = torch.Generator().manual_seed(0)
+    gate, up, dh = (torch.randn(64, 64, generator=generator).mul(scale).to(dtype) for _ in range(3))
+    operation = Operation("swiglu", "swiglu")
+    return judge(Sample.of_tensors(operation, (gate, up), {"limit": limit}, (dh,)), names["swiglu"])
+
+
+def before_return(block: str) -> tuple[str, str]:
+    return BEFORE_RETURN, textwrap.indent(block, " " * 8) + BEFORE_RETURN
+
+
+def test_a_forgotten_bound_shows_where_something_is_bounded():
+    assert gated("", "", torch.float32, limit=0.5).findings == []
+    assert refused(gated(*before_return(BOUND), torch.float32, limit=0.5)) == {"dgate", "dup"}
+    assert gated(*before_return(BOUND), torch.float32, limit=7.0).findings == []
+
+
+def test_a_rounded_activation_is_refused_in_16_bits_only():
+    block = textwrap.indent(ACTIVATED, " " * 8) + "\n    @static"
+    assert refused(gated(RESULT, block, torch.bfloat16)) == {"h"}
+    assert refused(gated(RESULT, block, torch.float16)) == {"h"}
+    assert gated(RESULT, block, torch.float32).findings == []
+
+
+def test_gradients_over_inputs_are_refused_though_they_are_right():
+    judgement = gated(*before_return(OVERWRITTEN), torch.float32)
+    assert {"input written", "second backward"} <= judgement.kinds
+    assert judgement.verdicts["dgate"].ok

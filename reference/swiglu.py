@@ -134,7 +134,11 @@ def swiglu_mlp(
         return _linear(h.to(wide.dtype), w_down, b_down, x.dtype)
 
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False) if recompute else block(*tensors)
+    return (
+        checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False)
+        if recompute
+        else block(*tensors)
+    )
 
 
 def swiglu_mlp_backward(
