@@ -116,11 +116,13 @@ def test_a_mismatch_is_shrunk_told_saved_and_replayed(tmp_path: Path, capsys: py
             ["--impl", "nobody"],
             "--impl must be one of fast, reference, torch, liger, transformers or package.module:function",
         ),
-        (["--impl", "no.such.module:f"], "cannot be imported"),
+        (["rms_norm", "--impl", "no.such.module:f"], "cannot be imported"),
         (["--impl", ""], "--impl must be one of fast"),
-        (["--impl", ":f"], "cannot be imported"),
-        (["--impl", "math:no_such_function"], "math has no no_such_function"),
-        (["--impl", "math:pi"], "not callable"),
+        (["rms_norm", "--impl", ":f"], "cannot be imported"),
+        (["rms_norm", "--impl", "math:no_such_function"], "math has no no_such_function"),
+        (["rms_norm", "--impl", "math:pi"], "not callable"),
+        (["--impl", "math:pi"], "is one function; name the operation, one of rms_norm, swiglu, swiglu_mlp"),
+        (["swiglu", "--impl", "transformers"], "--impl transformers has no swiglu"),
         (["--json", "no/such/directory/r.json"], "cannot be written"),
         (["--html", "."], "is a directory"),
         (["--replay", "no_such_file.json"], "No such file"),
@@ -141,8 +143,8 @@ def test_a_module_that_raises_while_it_is_imported_is_bad_usage(
     (tmp_path / "broken_kernel.py").write_text("def f(:\n")
     (tmp_path / "leaving_kernel.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["--impl", "leaving_kernel:f"]) == 2
-    assert main(["--impl", "broken_kernel:f"]) == 2
+    assert main(["rms_norm", "--impl", "leaving_kernel:f"]) == 2
+    assert main(["rms_norm", "--impl", "broken_kernel:f"]) == 2
     assert "broken_kernel cannot be imported: SyntaxError" in capsys.readouterr().err
 
 

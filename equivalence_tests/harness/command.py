@@ -38,6 +38,8 @@ def execute(given: argparse.Namespace, device: str) -> int:
 
 def _jobs(given: argparse.Namespace, device: str) -> list[Job]:
     chosen, impl = _operations(given.op), "fast" if given.impl is None else given.impl
+    if impl in peers.PEERS and not given.op:  # all that it has
+        chosen = [o for o in chosen if o.function in peers.PEERS[impl][1]]
     if ":" in impl and len(chosen) > 1:
         raise UsageError(f"--impl {impl} is one function; name the operation, one of {_names(operations())}")
     if given.profile not in PROFILES:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
 from equivalence_tests.harness.interpreter import interpreting
 from equivalence_tests.harness.operations import Operation
@@ -132,10 +134,53 @@ def _transformers_rms_norm(
     return torch.func.functional_call(module, {"weight": weight}, (x,))
 
 
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda gate: functional.relu(gate).square(),
+}
+
+
+def _plain(alpha: float, limit: float | None, up_offset: float) -> None:
+    if alpha != 1.0 or limit is not None or up_offset:
+        raise Unsupported("alpha, a limit or an up_offset")
+
+
+def _torch_swiglu(gate, up, *, activation="silu", alpha=1.0, limit=None, up_offset=0.0):
+    _plain(alpha, limit, up_offset)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def _torch_swiglu_mlp(
+    x, w_gate, w_up, w_down, *, b_gate=None, b_up=None, b_down=None,
+    activation="silu", alpha=1.0, limit=None, up_offset=0.0, recompute=False,
+):  # fmt: skip
+    _plain(alpha, limit, up_offset)
+    if recompute:
+        raise Unsupported("recompute")
+    gate, up = functional.linear(x, w_gate, b_gate), functional.linear(x, w_up, b_up)
+    return functional.linear(_ACTIVATIONS[activation](gate) * up, w_down, b_down)
+
+
+def _liger_swiglu(gate, up, *, activation="silu", alpha=1.0, limit=None, up_offset=0.0):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    _plain(alpha, limit, up_offset)
+    if activation != "silu":
+        raise Unsupported(f"activation={activation!r}")
+    if gate.dtype != up.dtype:
+        raise Unsupported("gate and up of two dtypes")
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
 # name → the package it needs, and its functions, each with the reference's signature.
 PEERS: dict[str, tuple[str, dict[str, Callable]]] = {
-    "torch": ("torch", {"rms_norm": _torch_rms_norm}),
-    "liger": ("liger_kernel.ops.rms_norm", {"rms_norm": _liger_rms_norm}),
+    "torch": (
+        "torch",
+        {"rms_norm": _torch_rms_norm, "swiglu": _torch_swiglu, "swiglu_mlp": _torch_swiglu_mlp},
+    ),
+    "liger": ("liger_kernel.ops", {"rms_norm": _liger_rms_norm, "swiglu": _liger_swiglu}),
     "transformers": ("transformers", {"rms_norm": _transformers_rms_norm}),
 }
 NAMES = ("fast", "reference", *PEERS)
