@@ -73,6 +73,14 @@ def test_every_configuration_of_every_table_was_compiled(op: str, tmp_path: Path
             )
 
 
+def test_the_fused_products_use_wgmma(tmp_path: Path):
+    """Gluon has no tt.dot that compile_check could ask, so it is asked here."""
+    options = ["--chip", "sm_90", "--dtype", "bf16", "--kernel", "_swiglu_gate_up", "--per-kernel", "1"]
+    status, records, output = compile_check("swiglu", tmp_path, *options)
+    assert status == 0, output
+    assert all(record["wgmma"] for record in records)
+
+
 def test_calls_without_a_weight_compile(tmp_path: Path):
     """An absent tensor is another kernel: Triton 3.6 refused one that the interpreter ran."""
     shapes = ("512×1 no weight", "512×128 no weight", "512×32768 no weight", "512×65536 no weight")

@@ -119,10 +119,12 @@ def compiled(architecture: int) -> Iterator[Row]:
         yield row(f"48×{F} alternating clamped")
     for activation in ACTIVATIONS:
         yield row(f"47×{max(widths) - 1} {activation}")
-    # Products run on the CPU here, so they are small.
+    # Products run on the CPU here, so they are small. The fused ones are chosen by the smaller of M and 2·D.
     for M in sorted({64}.union(*found.values())):
-        yield row(f"{M}×64×256")
-        yield row(f"{M}×64×256 halves biases clamped recompute")
+        D = max(64, M // 2)
+        for activation in ACTIVATIONS:
+            yield row(f"{M}×{D}×256 {activation}")
+        yield row(f"{M}×{D}×256 halves biases clamped recompute")
     yield row("65×30×70 alternating gelu_tanh")
 
 
