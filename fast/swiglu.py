@@ -11,10 +11,12 @@ Fusion      eager, bf16                           here
             5 passes; 8 backward; keeps a, too    MLP: h is not kept; backward makes it again in the same pass
 Floor       forward 3, backward 5 passes over M·F elements. At 16384 × 14336 in bf16 1.41 and 2.35 GB: 0.33 and 0.55 ms at the
             rate of a copy, 4281 GB/s (experiments/results/h200). MLP: 6·M·D·F FLOPs forward and 12 backward.
-Tiles       A program takes BLOCK_M × BLOCK_F elements. Tensors without gaps are taken as one long row; halves and alternating
+Tiles       A program takes BLOCK_M × BLOCK_F elements. Tensors of odd width without gaps are one long row; halves and alternating
             columns of a packed tensor are read where they lie, alternating ones by one contiguous load that is split.
-            MLP: matrix products by cuBLAS, in slices of the ffn width (fast/_swiglu_mlp.py).
+            MLP: backward, and forward where cuBLAS multiplies, in slices of the ffn width (fast/_swiglu_mlp.py); on Hopper gate,
+            up and h come from one kernel with both products (fast/_swiglu_gemm.py) where its table says so.
 Rounding    fp32 inside, without fused multiply-adds; the points where values are rounded are the reference's.
+            Products in 16 bits are summed in fp32 to the end, biases added before the rounding.
 Determinism no atomics and no split sums in the kernels; cuBLAS gives the same bits for the same shapes. recompute=True runs the
             same products on the same slices, so it gives the bits that would have been saved.
 Limits      fp32, fp16, bf16; tensors whose leading dims need more than two strides are copied first. swiglu_mlp: one dtype.
@@ -219,7 +221,7 @@ class _SwiGLUMLP(Function):
         *given, recompute = rest
         y, gate, up = _mlp_fwd_op(x, *given, not recompute)
         ctx.save_for_backward(x, *given[:6], *(() if recompute else (gate, up)))
-        ctx.options = tuple(given[6:])
+        ctx.options, ctx.strides = tuple(given[6:]), _strides(x, *given[:2])
         return y
 
     @staticmethod
@@ -227,6 +229,9 @@ class _SwiGLUMLP(Function):
         x, *given = ctx.saved_tensors
         parameters, saved, needed = given[:6], given[6:], ctx.needs_input_grad[:7]
         del given
+        if _strides(x, *parameters[:2]) != ctx.strides:
+            # Hooks on saved tensors have packed them closer, and by their strides the launcher knows how gate and up lie.
+            saved = []
         if torch.is_grad_enabled():
             grads = _differentiable_backward(dy, x, parameters, ctx.options)
         elif torch.compiler.is_compiling() or type(dy) is not Tensor:
@@ -307,6 +312,10 @@ def _options(
 
 def _named(options: tuple[str, float, float | None, float]) -> dict[str, Any]:
     return dict(zip(("activation", "alpha", "limit", "up_offset"), options, strict=True))
+
+
+def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(t.stride()) for t in tensors]
 
 
 def _rows(x: Tensor) -> Tensor:
