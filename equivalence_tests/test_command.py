@@ -223,3 +223,13 @@ def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_text("2")
         assert digest("rms_norm") != before
         before = digest("rms_norm")
+
+
+def test_an_operation_named_like_one_of_its_functions_is_that_function(tmp_path: Path, monkeypatch, capsys):
+    """`swiglu --impl module:function` judges swiglu, not swiglu_mlp beside it."""
+    (tmp_path / "mine_gated.py").write_text("from reference import swiglu as gated\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    main(["swiglu", "--impl", "mine_gated:gated", "--dtype", "fp32", "--profile", "ci"])
+    out = capsys.readouterr().out
+    assert "swiglu fp32: " in out
+    assert "swiglu_mlp" not in out

@@ -165,9 +165,8 @@ class Case:
         )
         fan_in = {a.name: a.dims.fan_in for a in self.operation.tensors}
         if any(fan_in.values()):
-            exponent //= (
-                5  # an operation with weights makes products of the fifth degree, and rounds them on the way
-            )
+            # An operation with weights makes products of the fifth degree, and rounds them on the way.
+            exponent //= 5
         scale = dict(self.sizes)[fan_in[name]] ** -0.5 if fan_in.get(name) else 1.0
         seed = zlib.crc32(f"{self.seed} {name}".encode())
         shape = tuple(view.shape)

@@ -40,6 +40,8 @@ def _jobs(given: argparse.Namespace, device: str) -> list[Job]:
     chosen, impl = _operations(given.op), "fast" if given.impl is None else given.impl
     if impl in peers.PEERS and not given.op:  # all that it has
         chosen = [o for o in chosen if o.function in peers.PEERS[impl][1]]
+    if ":" in impl:  # one function; an operation's name may be the name of one of its functions, too
+        chosen = [o for o in chosen if o.function in given.op] or chosen
     if ":" in impl and len(chosen) > 1:
         raise UsageError(f"--impl {impl} is one function; name the operation, one of {_names(operations())}")
     if given.profile not in PROFILES:
