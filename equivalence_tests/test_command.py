@@ -206,22 +206,24 @@ def test_the_command_sets_the_interpreter_up_by_itself(tmp_path: Path):
 def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from equivalence_tests.harness import report
 
-    for name in (
-        "reference/rms_norm.py",
-        "reference/_cost.py",
-        "fast/rms_norm.py",
-        "fast/_triton/launch.py",
-        "fast/nn.py",
-    ):
+    sources = {
+        "reference/rms_norm.py": "from reference import _cost\n",
+        "reference/_cost.py": "import torch\n",
+        "fast/rms_norm.py": "from fast._triton.launch import launch\nfrom fast import nn_parts\n",
+        "fast/_triton/launch.py": "def f():\n    from fast._triton.device import arch\n",
+        "fast/_triton/device.py": "",
+        "fast/__init__.py": "from fast import rms_norm, swiglu\n",
+        "fast/swiglu.py": "",
+    }
+    for name, text in sources.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1")
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(report, "_ROOT", tmp_path)
     before = digest("rms_norm")
-    (tmp_path / "fast/nn.py").write_text("2")
-    assert digest("rms_norm") == before
-    for name in ("reference/rms_norm.py", "reference/_cost.py", "fast/rms_norm.py", "fast/_triton/launch.py"):
-        (tmp_path / name).write_text("2")
-        assert digest("rms_norm") != before
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text + "# changed\n")
+        concerned = name not in ("fast/swiglu.py", "fast/__init__.py")
+        assert (digest("rms_norm") != before) == concerned, name
         before = digest("rms_norm")
 
 

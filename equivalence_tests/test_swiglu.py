@@ -1,7 +1,7 @@
 """What swiglu and swiglu_mlp must do beyond the drawn cases: algebra, views, memory, PyTorch around them."""
 
+import contextlib
 import importlib
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,7 +28,9 @@ FWD, BWD = f"{KERNELS}:_swiglu_fwd", f"{KERNELS}:_swiglu_bwd"
 VALUE, SLOPES, CLAMP, FACTOR = (
     f"{ACTIVATION}:{n}" for n in ("activation_value", "activation_gradients", "_clamped", "_factor")
 )
-MLP_BWD, GATE_UP, SAVED = (f"fast._swiglu_mlp:{n}" for n in ("swiglu_mlp_bwd", "_gate_up", "_columns"))
+MLP_BWD, DX, GATE_UP, SAVED = (
+    f"fast._swiglu_mlp:{n}" for n in ("swiglu_mlp_bwd", "_add_dx", "_gate_up", "_columns")
+)
 ONE = {"of": "swiglu"}
 MLP = {"of": "swiglu_mlp"}
 MUTANTS = [
@@ -53,10 +55,10 @@ MUTANTS = [
     Mutant("cubic_term_forgotten", FACTOR, " + 0.044715 * t * t * t", "", dtypes=("fp32", "fp16")),
     Mutant("density_too_narrow", FACTOR, "-0.5 * z * z", "-1.0 * z * z"),
     Mutant("relu2_slope_of_relu", FACTOR, "zds = s", "zds = 0.0 * s"),
-    Mutant("dx_of_gate_weight_only", MLP_BWD, "(dup, w_up,", "(dup, w_gate,", **MLP),
-    Mutant("dx_of_last_slice", MLP_BWD, "add_matmul(dx,", "add_matmul(None,", **MLP),
+    Mutant("dx_of_gate_weight_only", DX, "dup, w_up)", "dup, w_gate)", **MLP),
+    Mutant("dx_of_last_slice", DX, "add_matmul(dx,", "add_matmul(None,", **MLP),
     Mutant("dw_down_of_dh", MLP_BWD, "dup, needed[3],", "dup, False,", **MLP),
-    Mutant("saved_gate_and_up_swapped", MLP_BWD, "for t in saved)", "for t in saved[::-1])", **MLP),
+    Mutant("saved_gate_and_up_swapped", MLP_BWD, "for t in saved)\n", "for t in saved[::-1])\n", **MLP),
     Mutant("saved_of_first_slice", SAVED, "M * part.start : M * part.stop", "0 : M * (part.stop - part.start)", **MLP),
     Mutant("bias_of_first_slice", GATE_UP, "b[part]", "b[: part.stop - part.start]", **MLP),
     Mutant("db_down_of_first_token", MLP_BWD, "dy.sum(0, dtype=torch.float32)", "dy[0]", **MLP),
@@ -252,29 +254,30 @@ def test_what_is_saved():
     assert saved_bytes(lambda: fast.swiglu(gate, up), [gate, up]) == 0
 
 
-@pytest.mark.parametrize("retain", [False, True])
-def test_gate_and_up_live_as_long_as_the_graph_needs_them(retain, monkeypatch):
-    """Without retain_graph they are gone before the last gradient is made; with it a second backward gives the same."""
+@pytest.mark.parametrize("watched", ["nobody", "the graph", "a variable", "a view", "a hook"])
+def test_gate_and_up_are_written_over_only_where_nobody_can_see_them(watched, monkeypatch):
+    """dgate and dup take their memory; not where the graph is kept, nor where someone holds what was saved."""
     tensors, _ = block()
-    kept: list[weakref.ref] = []
-    run = _swiglu_mlp.swiglu_mlp_fwd
+    seen, run = [], _swiglu_mlp.swiglu_bwd
 
-    def noted(*args):
-        y, *saved = run(*args)
-        kept.extend(map(weakref.ref, saved))
-        return y, *saved
+    def noted(dh, gate, up, dgate, dup, *rest):
+        seen.append((gate.data_ptr() == dgate.data_ptr(), up.data_ptr() == dup.data_ptr()))
+        run(dh, gate, up, dgate, dup, *rest)
 
-    monkeypatch.setattr(_swiglu_mlp, "swiglu_mlp_fwd", noted)
-    y = fast.swiglu_mlp(*tensors)
-    alive = []
-    add = _swiglu_mlp.add_matmul
-    monkeypatch.setattr(
-        _swiglu_mlp, "add_matmul", lambda *a: (alive.append(sum(r() is not None for r in kept)), add(*a))[1]
-    )
-    first = gradients(y, tensors, retain_graph=retain)
-    assert len(kept) == 2
-    assert alive[-1] == (len(kept) if retain else 0)
-    if retain:
+    monkeypatch.setattr(_swiglu_mlp, "swiglu_bwd", noted)
+    held: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t)
+    with hooks if watched == "a hook" else contextlib.nullcontext():
+        y = fast.swiglu_mlp(*tensors)
+    if watched == "a variable":
+        held += y.grad_fn.saved_tensors[-2:]
+    if watched == "a view":
+        held += [t.view(-1) for t in y.grad_fn.saved_tensors[-2:]]
+    before = [t.clone() for t in held]
+    first = gradients(y, tensors, retain_graph=watched == "the graph")
+    assert set(seen) == {(True, True) if watched == "nobody" else (False, False)}
+    assert all(map(torch.equal, before, held))
+    if watched == "the graph":
         assert all(map(torch.equal, first, gradients(y, tensors)))
     else:
         with pytest.raises(RuntimeError, match="second time"):

@@ -13,31 +13,28 @@ Bits        An element's products are added in ascending k, whatever the tile ar
 Triton's interpreter does not run Gluon: this kernel is verified on a GPU only, and compiled everywhere.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fast._swiglu_activation import activation_value
-from fast._triton.device import arch, interpreting, num_sms
-from fast._triton.gemm import aligned, describable, grouped_tile
+from fast._triton.device import num_sms
+from fast._triton.gemm import grouped_tile
+from fast._triton.hopper import (
+    accumulator,
+    addressable,
+    claim,
+    descriptor,
+    halves,
+    multiply,
+    quarters,
+    slots,
+    store_tile,
+    tma_load,
+)
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Config, Table, config
-
-# Triton renamed these between 3.6 and 3.9.
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # By the smaller of M and 2·K; None: products by cuBLAS, and an elementwise kernel. Time on an H200 over the time of those, by
 # (M, K, F): 0.99 at (8192, 4096, 14336), 0.92 at (16384, 2048, 5632), 0.97 at (4096, 2048, 5632); but 1.02 at
@@ -53,12 +50,6 @@ GATE_UP = Table(
         100: [(1, None)],
     },
 )
-
-
-@gluon.constexpr_function
-def _accumulator(columns, warps):
-    """Whole warpgroups, one above the other."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
 
 
 # fmt: off
@@ -81,11 +72,7 @@ def _swiglu_gate_up(
     xs = gl.allocate_shared_memory(X.dtype, [SLOTS, BLOCK_M, BLOCK_K], X.layout)
     ws = gl.allocate_shared_memory(X.dtype, [SLOTS, 2 * BLOCK_F, BLOCK_K], WG.layout)
     out = gl.allocate_shared_memory(H.dtype, [4, BLOCK_M // 2, BLOCK_F // 4], H.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=2)
+    full, free = slots(SLOTS)
     # fmt: off
     gl.warp_specialize([
         (_multiply, (xs, ws, out, full, free, BG, BU, GATE, UP, H, M, F, K, alpha, limit, up_offset,
@@ -106,19 +93,17 @@ def _fetch(
     """One warp: keep the slots full, from tile to tile without a pause."""
     # fmt: on
     tiles_m, tiles_f = gl.cdiv(M, BLOCK_M), gl.cdiv(F, BLOCK_F)
+    BYTES: gl.constexpr = (BLOCK_M + 2 * BLOCK_F) * BLOCK_K * X.dtype.primitive_bitwidth // 8
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
         tile_m, tile_f = grouped_tile(tile, tiles_m, tiles_f, GROUP_M)
         m, f = tile_m * BLOCK_M, tile_f * BLOCK_F
         for k in range(0, K, BLOCK_K):
-            slot = step % SLOTS
-            ready = full.index(slot)
-            mbarrier.wait(free.index(slot), (step // SLOTS & 1) ^ 1)
-            mbarrier.expect(ready, (BLOCK_M + 2 * BLOCK_F) * BLOCK_K * X.dtype.primitive_bitwidth // 8)
-            _tma_load(X, [m, k], ready, xs.index(slot))
+            slot, ready = claim(full, free, step, SLOTS, BYTES)
+            tma_load(X, [m, k], ready, xs.index(slot))
             w = ws.index(slot)
-            _tma_load(WG, [f, k], ready, w.slice(0, BLOCK_F))
-            _tma_load(WU, [f, k], ready, w.slice(BLOCK_F, BLOCK_F))
+            tma_load(WG, [f, k], ready, w.slice(0, BLOCK_F))
+            tma_load(WU, [f, k], ready, w.slice(BLOCK_F, BLOCK_F))
             step += 1
 
 
@@ -134,31 +119,19 @@ def _multiply(
     # fmt: on
     tiles_m, tiles_f = gl.cdiv(M, BLOCK_M), gl.cdiv(F, BLOCK_F)
     ROWS: gl.constexpr = BLOCK_M // 2
-    acc = gl.zeros([ROWS, 2 * BLOCK_F], gl.float32, _accumulator(2 * BLOCK_F, gl.num_warps()))
+    acc = gl.zeros([ROWS, 2 * BLOCK_F], gl.float32, accumulator(2 * BLOCK_F, gl.num_warps()))
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
         tile_m, tile_f = grouped_tile(tile, tiles_m, tiles_f, GROUP_M)
         m, f = tile_m * BLOCK_M + HALF * ROWS, tile_f * BLOCK_F
-        for k in range(0, K, BLOCK_K):
-            slot = step % SLOTS
-            mbarrier.wait(full.index(slot), step // SLOTS & 1)
-            w = ws.index(slot).permute((1, 0))
-            x = xs.index(slot).slice(HALF * ROWS, ROWS)
-            acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            _barrier()
-            mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS), pred=k > 0)
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
-        mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS))
-        gate, up = _columns(acc)
+        acc, step = multiply(xs, ws, full, free, acc, False, step, gl.cdiv(K, BLOCK_K), HALF, True, SLOTS)
+        gate, up = halves(acc)
         offs_f = f + gl.arange(0, BLOCK_F, layout=gl.SliceLayout(0, gate.type.layout))
         if BG is not None:
             gate += gl.load(BG + offs_f, mask=offs_f < F, other=0.0).to(gl.float32)[None, :]
         if BU is not None:
             up += gl.load(BU + offs_f, mask=offs_f < F, other=0.0).to(gl.float32)[None, :]
-        gates, ups = _quarters(gate.to(H.dtype)), _quarters(up.to(H.dtype))
+        gates, ups = quarters(gate.to(H.dtype)), quarters(up.to(H.dtype))
         for part in gl.static_range(4):
             # ptxas moves one part's arithmetic up before another's, until it spills, but not over a branch.
             if f + part * (BLOCK_F // 4) < F:
@@ -167,18 +140,6 @@ def _multiply(
                        m, f + part * (BLOCK_F // 4), alpha, limit, up_offset, ACTIVATION, HAS_LIMIT)
                 # fmt: on
     tma.store_wait(0)
-
-
-@gluon.jit
-def _columns(x):
-    """The left and the right half of the columns."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
-
-
-@gluon.jit
-def _quarters(x):
-    left, right = _columns(x)
-    return _columns(left) + _columns(right)
 
 
 # fmt: off
@@ -190,26 +151,16 @@ def _store(
     """Through two buffers in turn, so that one is on its way while the other is written."""
     # fmt: on
     if GATE is not None:
-        _store_tile_async(GATE, gate, buffers.index(first), m, f)
-        _store_tile_async(UP, up, buffers.index(second), m, f)
+        store_tile(GATE, gate, buffers.index(first), m, f)
+        store_tile(UP, up, buffers.index(second), m, f)
     h = activation_value(gate.to(gl.float32), up.to(gl.float32), alpha, limit, up_offset, ACTIVATION, HAS_LIMIT)
-    _store_tile_async(H, h.to(H.dtype), buffers.index(first), m, f)
-
-
-@gluon.jit
-def _store_tile_async(OUT, value, buffer, m, f):
-    tma.store_wait(1)
-    buffer.store(value)
-    fence_async_shared()
-    _tma_store(OUT, [m, f], buffer)
+    store_tile(H, h.to(H.dtype), buffers.index(first), m, f)
 
 
 def fused(x: Tensor, w_gate: Tensor, w_up: Tensor) -> Config | None:
     """The kernel's configuration; None where the table has none, or what it lacks: Hopper, 16 bits, TMA's strides."""
     tile = GATE_UP.pick(min(x.shape[0], 2 * x.shape[1]), x.device)
-    if tile is None or interpreting() or arch(x.device) // 10 != 9 or x.dtype == torch.float32:
-        return None
-    return tile if w_gate.shape[0] % 8 == 0 and all(map(describable, (x, w_gate, w_up))) else None
+    return tile if tile is not None and w_gate.shape[0] % 8 == 0 and addressable(x, w_gate, w_up) else None
 
 
 def gate_up(
@@ -233,16 +184,8 @@ def gate_up(
     part = block_m // 2, block_f // 4
     launch(
         _swiglu_gate_up, (min(num_sms(x.device), cdiv(M, block_m) * cdiv(F, block_f)),), x.device,
-        _descriptor(x, block_m, block_k), _descriptor(w_gate, block_f, block_k), _descriptor(w_up, block_f, block_k),
-        b_gate, b_up, _descriptor(gate, *part), _descriptor(up, *part), _descriptor(h, *part),
+        descriptor(x, block_m, block_k), descriptor(w_gate, block_f, block_k), descriptor(w_up, block_f, block_k),
+        b_gate, b_up, descriptor(gate, *part), descriptor(up, *part), descriptor(h, *part),
         M, F, K, alpha, limit or 0.0, up_offset,
         ACTIVATION=activation, HAS_LIMIT=limit is not None, **tile.options,
     )  # fmt: skip
-
-
-def _descriptor(x: Tensor | None, rows: int, columns: int) -> Any:
-    if x is None:
-        return None
-    x = aligned(x)
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0) if x.shape[0] > 1 else 8 * columns, 1], [rows, columns], layout)

@@ -1,7 +1,9 @@
 """The MLP block's two directions as sequences of matrix products and elementwise passes; fast/swiglu.py explains them.
 
-Backward works on slices of the ffn width: dh, dgate, dup (and gate and up, where they are computed again) of one slice are the
-only temporaries as long as M beside dx, which is summed over slices in fp32. dw is written slice by slice, each in one product.
+Backward works on slices of the ffn width, each with its own dh, which becomes h. Saved gate and up become dgate and dup where
+nobody else can see them any more (else those get memory of their own), and dx is one pair of products at the end. Without them
+gate and up of a slice are computed again and become its dgate and dup, and dx is summed over slices in fp32. Both ways run the
+same products in the same order, so their bits are the same. dw is written slice by slice, each in one product.
 Forward has slices only where cuBLAS multiplies: computing gate and up again for the same slice gives the same bits.
 """
 
@@ -14,11 +16,27 @@ from torch import Tensor
 from fast._swiglu_gemm import fused, gate_up
 from fast._swiglu_kernels import swiglu_bwd, swiglu_fwd
 from fast._triton.device import interpreting
+from fast._triton.hopper_products import products
 from fast._triton.launch import cdiv
 from fast._triton.matmul import add_matmul, matmul
+from fast._triton.ownership import held_alone
+from fast._triton.tuning import Config, Table, config
 
 # A slice has at most this many columns, or elements if it is few rows. In the interpreter small inputs have several slices, too.
-COLUMNS, ELEMENTS = (32, 2**8) if interpreting() else (1920, 2**23)
+COLUMNS, ELEMENTS = (32, 2**8) if interpreting() else (2048, 2**23)
+
+# dx, by the smaller of M and 2·D; None: by cuBLAS.
+DX = Table(
+    "swiglu_mlp_dx",
+    {
+        80: [(1, None)],
+        90: [
+            (512, None),
+            (1024, config(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=4, SLOTS=4, num_warps=4)),
+        ],
+        100: [(1, None)],
+    },
+)
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 Activation = tuple[str, float, float | None, float]
@@ -55,44 +73,67 @@ def swiglu_mlp_bwd(
     options: Activation,
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x and the parameters, empty where not needed. saved: gate and up, or nothing; emptied when they are done."""
+    """Gradients of x and the parameters, empty where not needed. saved: gate and up, or nothing; emptied."""
     w_gate, w_up, w_down, *_ = parameters
-    (M, _), F, whole = x.shape, w_gate.shape[0], fused(x, w_gate, w_up) is not None
+    (M, D), F, whole = x.shape, w_gate.shape[0], fused(x, w_gate, w_up) is not None
+    tile = DX.pick(min(M, 2 * D), x.device) if whole and D % 8 == 0 else None
     wanted = [p if need else None for p, need in zip(parameters, needed[1:], strict=True)]
     grads = [
         None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format) for p in wanted
     ]
     dw_gate, dw_up, dw_down, db_gate, db_up, db_down = grads
-    need_gate, need_up = needed[0] or needed[1] or needed[4], needed[0] or needed[2] or needed[5]
+    need = needed[0] or needed[1] or needed[4], needed[0] or needed[2] or needed[5]
+    into = saved if held_alone(saved) else [torch.empty_like(t) for t in saved]  # dgate and dup
     dx = None
     with _exact(x):
-        for part in slices(M, F) if need_gate or need_up or needed[3] else []:
+        for part in slices(M, F) if any(need) or needed[3] else []:
             dh = x.new_empty(M, part.stop - part.start)
             if saved:
                 gate, up = (_columns(t, part, whole) for t in saved)
+                cotangents = [_columns(t, part, whole) for t in into]
             else:
-                gate, up = torch.empty_like(dh), torch.empty_like(dh)
+                cotangents = gate, up = torch.empty_like(dh), torch.empty_like(dh)
                 _gate_up(x, parameters, part, gate, up, dh, options)
             matmul(dy, w_down[:, part], out=dh)
-            dgate, dup = (torch.empty_like(dh) if need else None for need in (need_gate, need_up))
+            dgate, dup = (t if n else None for t, n in zip(cotangents, need, strict=True))
             swiglu_bwd(dh, gate, up, dgate, dup, needed[3], *options)
-            del gate, up
-            if part.stop == F:
-                saved.clear()
             if dw_down is not None:
                 matmul(dy.T, dh, out=dw_down[:, part])  # dh holds h now
-            del dh
-            for cotangent, weight, dw, db in ((dgate, w_gate, dw_gate, db_gate), (dup, w_up, dw_up, db_up)):
+            del dh, gate, up, cotangents
+            for cotangent, dw, db in ((dgate, dw_gate, db_gate), (dup, dw_up, db_up)):
                 if dw is not None:
                     matmul(cotangent.T, x, out=dw[part])
                 if db is not None:
                     db[part] = cotangent.sum(0, dtype=torch.float32)
-                if needed[0]:
-                    dx = add_matmul(dx, cotangent, weight[part])
+            if needed[0] and not (saved and tile):
+                dx = _add_dx(dx, dgate, dup, w_gate[part], w_up[part], tile, part.stop == F)
             del dgate, dup, cotangent
+        if needed[0] and dx is None:
+            dx = _add_dx(None, *into, w_gate, w_up, tile, True)
+        saved.clear()
         if db_down is not None:
             db_down.copy_(dy.sum(0, dtype=torch.float32))
-    return [x.new_empty(0) if g is None else g for g in (None if dx is None else dx.to(x.dtype), *grads)]
+    return [x.new_empty(0) if g is None else g for g in (dx, *grads)]
+
+
+def _add_dx(
+    dx: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    tile: Config | None,
+    last: bool,
+) -> Tensor:
+    """dx + dgate · w_gate + dup · w_up: fp32 to be added to, the last sum in the working dtype."""
+    if tile is None:
+        dx = add_matmul(add_matmul(dx, dgate, w_gate), dup, w_up)
+        return dx.to(dgate.dtype) if last else dx
+    out = dx
+    if last or dx is None:
+        out = dgate.new_empty(len(dgate), w_gate.shape[1], dtype=dgate.dtype if last else torch.float32)
+    products(dgate, w_gate, dup, w_up, out, tile, acc=dx, in_turns=True)
+    return out
 
 
 def _columns(saved: Tensor, part: slice, whole: bool) -> Tensor:

@@ -13,12 +13,14 @@ Floor       forward 3, backward 5 passes over M·F elements. At 16384 × 14336 i
             rate of a copy, 4281 GB/s (experiments/results/h200). MLP: 6·M·D·F FLOPs forward and 12 backward.
 Tiles       A program takes BLOCK_M × BLOCK_F elements. Tensors of odd width without gaps are one long row; halves and alternating
             columns of a packed tensor are read where they lie, alternating ones by one contiguous load that is split.
-            MLP: backward, and forward where cuBLAS multiplies, in slices of the ffn width (fast/_swiglu_mlp.py); on Hopper gate,
-            up and h come from one kernel with both products (fast/_swiglu_gemm.py) where its table says so.
+            MLP: backward, and forward where cuBLAS multiplies, in slices of the ffn width (fast/_swiglu_mlp.py). On Hopper, where
+            the tables GATE_UP and DX say so, gate, up and h come from one kernel with both products (fast/_swiglu_gemm.py),
+            and dx from one in which both products share an accumulator (fast/_triton/hopper_products.py).
 Rounding    fp32 inside, without fused multiply-adds; the points where values are rounded are the reference's.
             Products in 16 bits are summed in fp32 to the end, biases added before the rounding.
 Determinism no atomics and no split sums in the kernels; cuBLAS gives the same bits for the same shapes. recompute=True runs the
             same products on the same slices, so it gives the bits that would have been saved.
+In place    Backward writes dgate and dup over saved gate and up where nobody can see those again (fast/_triton/ownership.py).
 Limits      fp32, fp16, bf16; tensors whose leading dims need more than two strides are copied first. swiglu_mlp: one dtype.
 """
 
@@ -32,6 +34,7 @@ from fast import _swiglu_kernels as kernels
 from fast import _swiglu_mlp as mlp
 from fast._swiglu_gemm import GATE_UP
 from fast._swiglu_kernels import BWD, FWD
+from fast._swiglu_mlp import DX
 from fast._triton.launch import check_supported
 from fast._triton.registration import define
 from reference.swiglu import (
@@ -53,7 +56,7 @@ from reference.swiglu import (
     swiglu_mlp_backward,
 )
 
-__all__ = ["BWD", "FWD", "GATE_UP", "swiglu", "swiglu_mlp"]
+__all__ = ["BWD", "DX", "FWD", "GATE_UP", "swiglu", "swiglu_mlp"]
 
 
 def swiglu_fwd(
@@ -237,8 +240,8 @@ class _SwiGLUMLP(Function):
         elif torch.compiler.is_compiling() or type(dy) is not Tensor:
             grads = _mlp_bwd_op(dy, saved, x, *parameters, *ctx.options, needed)
         else:
-            # The launcher itself: unless the graph is kept, `saved` then has the only references to gate and up, which are
-            # freed as soon as they were used.
+            # The launcher itself: unless the graph is kept, `saved` then has the only references to gate and up, whose
+            # memory dgate and dup take.
             ctx.maybe_clear_saved_tensors()
             grads = swiglu_mlp_bwd(dy, saved, x, *parameters, *ctx.options, needed)
         return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 5

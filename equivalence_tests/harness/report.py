@@ -1,5 +1,6 @@
 """What a run showed: a table for people, JSON and HTML for others, and the digest that says which sources were judged."""
 
+import ast
 import hashlib
 import html
 import importlib.util
@@ -42,25 +43,39 @@ WIDTH = 130
 
 
 def digest(op: str) -> str:
-    """sha256 over the sources that a verdict on fast.<op> is about.
+    """sha256 over the sources that a verdict on fast.<op> is about: both its modules and all that they import of this project.
 
-    The operation's files in both trees (fast/_<op>*.py too) or packages, and what each tree shares: reference/_*.py and
-    fast/_triton/. The harness is left out: a better judge does not make a verdict stale.
+    The harness is left out: a better judge does not make a verdict stale.
     """
-    files = [*_sources(_ROOT / "reference", op), *_sources(_ROOT / "fast", op)]
-    files += [*(_ROOT / "reference").glob("_[a-z]*.py"), *(_ROOT / "fast" / "_triton").rglob("*.py")]
-    files += (_ROOT / "fast").glob(f"_{op}*.py")
+    files, found = [], [f"reference.{op}", f"fast.{op}"]
+    for module in found:  # grows as it is walked
+        path = _ROOT.joinpath(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        files.append(file)
+        found += [name for name in _imports(file) if name not in found]
     total = hashlib.sha256()
-    for file in sorted(set(files)):
+    for file in sorted(files):
         total.update(
             f"{file.relative_to(_ROOT).as_posix()}\0{len(file.read_bytes())}\0".encode() + file.read_bytes()
         )
     return total.hexdigest()
 
 
-def _sources(tree: Path, op: str) -> list[Path]:
-    file = tree / f"{op}.py"
-    return [file] if file.is_file() else list((tree / op).rglob("*.py"))
+def _imports(file: Path) -> list[str]:
+    """The modules of both trees that a file imports, but for the trees themselves, which only collect names."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+    ours = (name for name in names if name.startswith(("reference.", "fast.")) and _is_module(name))
+    return list(dict.fromkeys(ours))
+
+
+def _is_module(name: str) -> bool:
+    path = _ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def environment(device: str) -> dict[str, Any]:

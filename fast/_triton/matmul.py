@@ -4,19 +4,16 @@ import torch
 from torch import Tensor
 
 
-def matmul(a: Tensor, b: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] · b [K, N] (+ bias [N]), rounded once to a's dtype, into `out` if given.
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [M, K] · b [K, N], rounded once to a's dtype, into `out` if given.
 
     fp32 products follow torch.backends.cuda.matmul: IEEE unless the caller allowed TF32. On a CPU, where torch may accumulate
     16-bit products in 16 bits, they are computed in fp32.
     """
     if a.device.type == "cpu":
-        product = a.float() @ b.float()
-        product = (product if bias is None else product + bias.float()).to(a.dtype)
+        product = (a.float() @ b.float()).to(a.dtype)
         return product if out is None else out.copy_(product)
-    if bias is None:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
 def add_matmul(acc: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
