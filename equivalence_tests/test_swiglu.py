@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("density_too_narrow", FACTOR, "-0.5 * z * z", "-1.0 * z * z"),
     Mutant("relu2_slope_of_relu", FACTOR, "zds = s", "zds = 0.0 * s"),
     Mutant("dx_of_gate_weight_only", DX, "dup, w_up)", "dup, w_gate)", **MLP),
-    Mutant("dx_of_last_slice", DX, "add_matmul(dx,", "add_matmul(None,", **MLP),
+    Mutant("dx_of_last_slice", MLP_BWD, "_add_dx(dx,", "_add_dx(None,", **MLP),
     Mutant("dw_down_of_dh", MLP_BWD, "dup, needed[3],", "dup, False,", **MLP),
     Mutant("saved_gate_and_up_swapped", MLP_BWD, "for t in saved)\n", "for t in saved[::-1])\n", **MLP),
     Mutant("saved_of_first_slice", SAVED, "M * part.start : M * part.stop", "0 : M * (part.stop - part.start)", **MLP),
@@ -90,6 +90,7 @@ GPU_EXAMPLES = [
         example("swiglu_mlp", dtype, {"*": (2048,), "D": 1024, "F": 14336}),
         example("swiglu_mlp", dtype, {"*": (8192,), "D": 1024, "F": 4416}, {**BIASES, "w_up": Spec("halves")}, AGAIN),
         example("swiglu_mlp", dtype, {"*": (2, 77), "D": 42, "F": 431}, BIASES, {"activation": "gelu_tanh"}),
+        example("swiglu_mlp", dtype, {"*": (4100,), "D": 42, "F": 4400}),
     )
 ]  # fmt: skip
 

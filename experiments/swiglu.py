@@ -460,8 +460,8 @@ def _block_ladders() -> tuple[Ladder, Ladder]:
         ),
         Step(
             "fast.swiglu_mlp",
-            "dh, and h in its place, for a slice of the ffn width at a time; on Hopper both products of dx in one kernel, with one "
-            "accumulator.",
+            "dh, and h in its place, for a slice of the ffn width at a time; on Hopper both products of dx in one kernel, "
+            "with one accumulator.",
             fast_backward,
             rises="dy and x are read once for every slice; where bytes are metered, cuBLAS sums dx over slices in memory.",
         ),

@@ -88,7 +88,7 @@ def multiply(
     K_MAJOR: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """acc (+)= this warpgroup's rows of A · B over `steps` slots from `step` on. A slot is free once the next product has begun."""
+    """acc (+)= this warpgroup's rows of A · B over `steps` slots from `step` on; each is free once the next product has begun."""
     ROWS: gl.constexpr = a_tiles.shape[1] // 2
     for k in range(steps):
         slot = step % SLOTS
