@@ -1,0 +1,151 @@
+"""The large product with an adapter inside: out = activation(c · (A·B + factor ∘ (T·U) + acc) + bias) in one pass over A, B and out.
+
+Both directions are this kernel:    forward   A = x, B = Wᵀ, T = scale · S, U = lora_bᵀ
+                                    dx        A = du, B = W, T = dS, U = lora_a, factor = dropout's mask / (1 − p)
+T·U comes first, into the accumulator that A·B is then added to: a second one would not fit beside it. T and U enter as hi + lo, as in
+fast/_lora_linear_skinny.py. On Hopper fast/_lora_linear_hopper.py is faster, where it can.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fast._lora_linear_skinny import split
+from fast._triton.dropout import kept
+from fast._triton.gemm import grouped_tile
+from fast._triton.launch import cdiv, launch
+from fast._triton.tuning import Table, config
+
+# By K.
+MATMUL = Table(
+    "lora_linear_matmul",
+    {
+        80: [
+            (64, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2)),
+            (2**31, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
+        ],
+        90: [
+            (64, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2)),
+            (2**31, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)),
+        ],
+    },
+)
+FP32 = config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=2)
+
+
+# fmt: off
+@triton.jit
+def _lora_linear_matmul(
+    A, stride_am, stride_ak,               # [M, K]        in
+    B, stride_bk, stride_bn,               # [K, N]        in
+    T, stride_tm,                          # [M, R]  fp32  in    or None
+    U, stride_ur, stride_un,               # [R, N]        in
+    SEED,                                  # []     int64  in    of the mask of T·U; or None
+    C,                                     # [G, N]  fp32  in    or None
+    ADAPTER,                               # [M]     int   in    which row of C; None is the first
+    BIAS,                                  # [N]           in    or None
+    ACC,                                   # [M, N]  fp32  in    another addend, rows of stride N; or None
+    OUT, PRE,                              # [M, N]        out   rows of stride N; PRE: A·B + T·U, or None
+    M, N, K, R, G, threshold, keep_scale,
+    ACTIVATION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    # fmt: on
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if T is not None:
+        offs_r = tl.arange(0, BLOCK_R)
+        for r in range(0, R, BLOCK_R):
+            mask_r = r + offs_r < R
+            t = tl.load(T + offs_m[:, None] * stride_tm + r + offs_r[None, :], mask=mask_m[:, None] & mask_r[None, :], other=0.0)
+            u = tl.load(
+                U + (r + offs_r)[:, None].to(tl.int64) * stride_ur + offs_n[None, :] * stride_un,
+                mask=mask_r[:, None] & mask_n[None, :], other=0.0,
+            )  # fmt: skip
+            t_hi, t_lo = split(t, DOT)
+            u_hi, u_lo = split(u, DOT)
+            acc = tl.dot(t_hi, u_hi, acc, input_precision="ieee")
+            if DOT != tl.float32:
+                acc = tl.dot(t_lo, u_hi, acc, input_precision="ieee")
+                if U.dtype.element_ty != DOT:
+                    acc = tl.dot(t_hi, u_lo, acc, input_precision="ieee")
+        if SEED is not None:
+            mask = kept(tl.load(SEED), offs_m, tile_n * BLOCK_N, threshold, BLOCK_N)
+            acc = tl.where(mask, acc * keep_scale, 0.0)
+    mask = mask_m[:, None] & mask_n[None, :]
+    places = offs_m[:, None] * N + offs_n[None, :]
+    if ACC is not None:
+        acc += tl.load(ACC + places, mask=mask, other=0.0)
+    a_ptrs = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = B + offs_k[:, None].to(tl.int64) * stride_bk + offs_n[None, :] * stride_bn
+    done = tl.zeros((), tl.int64)
+    for k in range(0, K, BLOCK_K):
+        mask_k = k + offs_k < K
+        a = tl.load(a_ptrs + done * stride_ak, mask=mask_m[:, None] & mask_k[None, :], other=0.0).to(DOT)
+        b = tl.load(b_ptrs + done * stride_bk, mask=mask_k[:, None] & mask_n[None, :], other=0.0).to(DOT)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        done += BLOCK_K
+    if PRE is not None:
+        tl.store(PRE + places, acc.to(PRE.dtype.element_ty), mask=mask)
+    z = affine(acc, C, ADAPTER, BIAS, offs_m, offs_n, mask_m, mask_n, N, G)
+    if ACTIVATION == "silu":
+        z = z * tl.sigmoid(z)
+    tl.store(OUT + places, z.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def affine(u, C, ADAPTER, BIAS, offs_m, offs_n, mask_m, mask_n, N, G):
+    """c · u + bias of a tile."""
+    if C is not None:
+        u *= row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G)
+    if BIAS is not None:
+        u += tl.load(BIAS + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return u
+
+
+@triton.jit
+def row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G):
+    """The rows of C [G, N] that the adapters of some rows of u have; 1 for no adapter."""
+    if ADAPTER is None:
+        return tl.load(C + offs_n, mask=mask_n, other=1.0)[None, :]
+    own = tl.load(ADAPTER + offs_m, mask=mask_m, other=-1).to(tl.int64)
+    there = (own >= 0) & (own < G)
+    return tl.load(C + own[:, None] * N + offs_n[None, :], mask=there[:, None] & mask_n[None, :], other=1.0)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    t: Tensor | None,
+    u: Tensor | None,
+    out: Tensor,
+    *,
+    seed: Tensor | None = None,
+    threshold: int = 0,
+    keep_scale: float = 1.0,
+    c: Tensor | None = None,
+    adapter: Tensor | None = None,
+    bias: Tensor | None = None,
+    acc: Tensor | None = None,
+    pre: Tensor | None = None,
+    activation: str | None = None,
+) -> None:
+    """Write out [M, N], and pre [M, N] where given: a [M, K], b [K, N], t [M, R] fp32 of last stride 1, u [R, N]; acc fp32 [M, N], may be out."""
+    (M, K), N = a.shape, b.shape[1]
+    dot = torch.promote_types(a.dtype, b.dtype)
+    tile = FP32 if dot == torch.float32 else MATMUL.pick(K, a.device)
+    R = 0 if t is None else t.shape[1]
+    if M == 0:
+        return
+    launch(
+        _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,
+        a, *a.stride(), b, *b.stride(), t, 0 if t is None else t.stride(0), u, *(u.stride() if u is not None else (0, 0)), seed, c, adapter, bias, acc, out, pre,
+        M, N, K, R, 1 if c is None else c.shape[0], threshold, keep_scale, ACTIVATION=activation,
+        DOT={torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
+        BLOCK_R=16 if R <= 16 else 32, **tile.options,
+    )  # fmt: skip

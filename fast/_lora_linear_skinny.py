@@ -1,0 +1,161 @@
+"""Products of a large matrix Z [M, C] with matrices of few columns, in one pass over Z.
+
+    P = Z · U    [M, R] for U [C, R]          S = x̃ · Aᵀ and dS = du · B
+    Q = Zᵀ · V   [C, R] for V [M, R]          dA = (x̃ᵀ · dS)ᵀ and dB = duᵀ · S
+
+A program takes BLOCK_C columns of Z and ROWS of its rows, and reads each of their elements once, for both products. It leaves its
+addends of P and Q in fp32; `_lora_linear_sum` adds them in a fixed order, so no bit depends on which program came first. U and V may have
+more digits than Z: they enter as hi + lo, two numbers of Z's dtype, into one accumulator.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fast._triton.dropout import kept
+from fast._triton.launch import cdiv, launch
+from fast._triton.tuning import Table, config
+
+# By the rank over all adapters.
+SKINNY = Table(
+    "lora_linear_skinny",
+    {
+        80: [
+            (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
+            (32, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
+            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=4, num_stages=3)),
+        ],
+    },
+)
+
+
+# fmt: off
+@triton.jit
+def _lora_linear_skinny(
+    Z, stride_zm, stride_zc,   # [M, C]              in
+    U, stride_uc, stride_ur,   # [C, R]              in    or None
+    V, stride_vm,              # [M, R]        fp32  in    or None
+    P,                         # [parts, M, R] fp32  out   one part for every BLOCK_C columns; or None
+    Q,                         # [parts, C, R] fp32  out   one part for every ROWS rows; or None
+    SEED,                      # []           int64  in    of the mask of Z; or None
+    M, C, R, threshold, keep_scale,
+    HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr,
+):
+    # fmt: on
+    pid_c, pid_m, pid_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_c = pid_c.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_c, mask_r = offs_c < C, offs_r < R
+    u_hi = tl.zeros([BLOCK_C, BLOCK_R], Z.dtype.element_ty)
+    u_lo = u_hi
+    if U is not None:
+        u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :] * stride_ur, mask=mask_c[:, None] & mask_r[None, :], other=0.0)
+        u_hi, u_lo = split(u, Z.dtype.element_ty)
+    q = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
+    first = pid_m.to(tl.int64) * ROWS
+    for start in range(0, tl.minimum(ROWS, M - first), BLOCK_M):
+        offs_m = first + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        z = tl.load(Z + offs_m[:, None] * stride_zm + offs_c[None, :] * stride_zc, mask=mask_m[:, None] & mask_c[None, :], other=0.0)
+        if HAS_DROPOUT:
+            z = tl.where(kept(tl.load(SEED), offs_m, pid_c * BLOCK_C, threshold, BLOCK_C), z, 0.0).to(z.dtype)
+        ranks = offs_m[:, None] * R + offs_r[None, :]
+        mask = mask_m[:, None] & mask_r[None, :]
+        if U is not None:
+            p = tl.dot(z, u_hi, input_precision="ieee")
+            if U.dtype.element_ty != Z.dtype.element_ty:
+                p = tl.dot(z, u_lo, p, input_precision="ieee")
+            tl.store(P + pid_c.to(tl.int64) * M * R + ranks, p * keep_scale, mask=mask)
+        if V is not None:
+            v = tl.load(V + offs_m[:, None] * stride_vm + offs_r[None, :], mask=mask, other=0.0)
+            v_hi, v_lo = split(v, Z.dtype.element_ty)
+            q = tl.dot(tl.trans(z), v_hi, q, input_precision="ieee")
+            if V.dtype.element_ty != Z.dtype.element_ty:
+                q = tl.dot(tl.trans(z), v_lo, q, input_precision="ieee")
+    if V is not None:
+        places = offs_c[:, None] * R + offs_r[None, :]
+        tl.store(Q + pid_m.to(tl.int64) * C * R + places, q * keep_scale, mask=mask_c[:, None] & mask_r[None, :])
+
+
+@triton.jit
+def split(value, DTYPE: tl.constexpr):
+    """value as hi + lo of DTYPE, to about twice its digits."""
+    hi = value.to(DTYPE)
+    return hi, (value.to(tl.float32) - hi.to(tl.float32)).to(DTYPE)
+
+
+# fmt: off
+@triton.jit
+def _lora_linear_sum(
+    PARTS, stride_pp, stride_pi, # [parts, I, R] fp32 in
+    OUT, stride_oi, stride_or, # [I, R]              out
+    SCALE,                     # [G]                 in    of each adapter, or None
+    ADAPTER,                   # [I]           int   in    of each row; what is none of the row's adapter becomes 0; or None
+    parts, I, R, rank, scale,
+    BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    # fmt: on
+    offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
+    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_i, mask_r = offs_i < I, offs_r < R
+    mask = mask_i[:, None] & mask_r[None, :]
+    ptrs = PARTS + offs_i[:, None] * stride_pi + offs_r[None, :]
+    acc = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
+    for _ in range(parts):
+        acc += tl.load(ptrs, mask=mask, other=0.0)
+        ptrs += stride_pp
+    owner = offs_r // rank
+    if SCALE is None:
+        acc *= scale
+    else:
+        acc *= tl.load(SCALE + owner, mask=mask_r, other=0.0).to(tl.float32)[None, :]
+    if ADAPTER is not None:
+        own = tl.load(ADAPTER + offs_i, mask=mask_i, other=-1)
+        acc = tl.where(own[:, None] == owner[None, :], acc, 0.0)
+    tl.store(OUT + offs_i[:, None] * stride_oi + offs_r[None, :] * stride_or, acc.to(OUT.dtype.element_ty), mask=mask)
+
+
+def skinny(
+    z: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    seed: Tensor | None = None,
+    threshold: int = 0,
+    keep_scale: float = 1.0,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and fp32 v [M, R], whose last stride is 1. With a seed
+    z's mask is applied first, and both results are multiplied by keep_scale."""
+    if u is None and v is None:
+        return None, None
+    (M, C), R = z.shape, (u if u is not None else v).shape[1]
+    tile = SKINNY.pick(R, z.device)
+    grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])
+    p = None if u is None else z.new_empty(grid[0], M, R, dtype=torch.float32)
+    q = None if v is None else z.new_empty(grid[1], C, R, dtype=torch.float32)
+    if M:
+        launch(
+            _lora_linear_skinny, grid, z.device, z, *z.stride(), u, *(u.stride() if u is not None else (0, 0)),
+            v, v.stride(0) if v is not None else 0, p, q, seed,
+            M, C, R, threshold, keep_scale, HAS_DROPOUT=seed is not None, **tile.options,
+        )  # fmt: skip
+    return p, q
+
+
+def summed(
+    parts: Tensor,
+    out: Tensor,
+    rank: int,
+    scale: Tensor | float = 1.0,
+    adapter: Tensor | None = None,
+) -> Tensor:
+    """out [I, R] = scale · Σ parts [parts, I, R], rounded to its dtype; scale a number or [R / rank], adapter [I] or None."""
+    count, I, R = parts.shape
+    block_i, block_r = 64, min(64, triton.next_power_of_2(R))
+    given = scale if isinstance(scale, Tensor) else None
+    if out.numel():
+        launch(
+            _lora_linear_sum, (cdiv(I, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(), given, adapter,
+            count, I, R, rank, 1.0 if given is not None else scale, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
+        )  # fmt: skip
+    return out
