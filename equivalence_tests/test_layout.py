@@ -22,6 +22,8 @@ import reference
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("reference", "fast", "equivalence_tests")
 COLUMNS = (*SHIPPED, "experiments")
+FUNCTIONS = [name for name in reference.__all__ if inspect.isfunction(getattr(reference, name))]
+CLASSES = [name for name in reference.__all__ if inspect.isclass(getattr(reference, name))]
 OPERATIONS = sorted({getattr(reference, name).__module__.rsplit(".")[-1] for name in reference.__all__})
 # What fast has beside the operations.
 COMPANIONS = {"nn", "integrations", "distributed"}
@@ -80,7 +82,7 @@ def test_the_directory_is_the_registry() -> None:
     assert sorted(fast.__all__) == sorted(reference.__all__)
 
 
-@pytest.mark.parametrize("function", reference.__all__)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_both_trees_have_one_signature(function: str) -> None:
     ours, theirs = getattr(fast, function), getattr(reference, function)
     assert inspect.isfunction(ours)
@@ -88,7 +90,25 @@ def test_both_trees_have_one_signature(function: str) -> None:
     assert inspect.signature(ours) == inspect.signature(theirs)
 
 
-@pytest.mark.parametrize("function", reference.__all__)
+@pytest.mark.parametrize("name", CLASSES)
+def test_both_trees_have_one_class(name: str) -> None:
+    """The constructor, public methods and properties of both are the same; what fast does not define it inherits."""
+    ours, theirs = getattr(fast, name), getattr(reference, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    public = [n for n in {*dir(ours), *dir(theirs)} if not n.startswith("_")]
+    kinds = [{type(inspect.getattr_static(c, n)) for c in (ours, theirs)} for n in public]
+    assert all(len(kind) == 1 for kind in kinds)
+    methods = [n for n in public if callable(getattr(theirs, n))]
+    assert {n: inspect.signature(getattr(ours, n)) for n in methods} == {
+        n: inspect.signature(getattr(theirs, n)) for n in methods
+    }
+
+
+def test_everything_public_is_a_function_or_a_class() -> None:
+    assert sorted(FUNCTIONS + CLASSES) == sorted(reference.__all__)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_reference_is_complete(function: str) -> None:
     """Each function brings its gradient, its error majorant and its cost, all of which take its arguments."""
     module = importlib.import_module(getattr(reference, function).__module__)
@@ -114,7 +134,7 @@ for order in json.loads(os.environ["ORDERS"]):
     import fast, reference
     for tree in (fast, reference):
         for name in tree.__all__:
-            assert type(getattr(tree, name)).__name__ == "function", f"{tree.__name__}.{name} is {getattr(tree, name)}"
+            assert type(getattr(tree, name)).__name__ in ("function", "type"), f"{tree.__name__}.{name} is {getattr(tree, name)}"
     os._exit(0)
 """
 
