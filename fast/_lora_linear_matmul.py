@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fast._lora_linear_hopper import hopper_matmul, hopper_tile
 from fast._lora_linear_skinny import split
 from fast._triton.dropout import kept
 from fast._triton.gemm import grouped_tile
@@ -112,10 +113,12 @@ def affine(u, C, ADAPTER, BIAS, offs_m, offs_n, mask_m, mask_n, N, G):
 def row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G):
     """The rows of C [G, N] that the adapters of some rows of u have; 1 for no adapter."""
     if ADAPTER is None:
-        return tl.load(C + offs_n, mask=mask_n, other=1.0)[None, :]
-    own = tl.load(ADAPTER + offs_m, mask=mask_m, other=-1).to(tl.int64)
-    there = (own >= 0) & (own < G)
-    return tl.load(C + own[:, None] * N + offs_n[None, :], mask=there[:, None] & mask_n[None, :], other=1.0)
+        scale = tl.load(C + offs_n, mask=mask_n, other=1.0)[None, :]
+    else:
+        own = tl.load(ADAPTER + offs_m, mask=mask_m, other=-1).to(tl.int64)
+        there = (own >= 0) & (own < G)
+        scale = tl.load(C + own[:, None] * N + offs_n[None, :], mask=there[:, None] & mask_n[None, :], other=1.0)
+    return scale
 
 
 def matmul(
@@ -137,11 +140,19 @@ def matmul(
 ) -> None:
     """Write out [M, N], and pre [M, N] where given: a [M, K], b [K, N], t [M, R] fp32 of last stride 1, u [R, N]; acc fp32 [M, N], may be out."""
     (M, K), N = a.shape, b.shape[1]
+    if M == 0:
+        return
+    if seed is None and adapter is None or c is None and seed is None:
+        k_major = b.stride(0) == 1 and K > 1
+        weight = b.T if k_major else b
+        if tile := hopper_tile(a, weight, k_major):
+            u = u.T if k_major and u is not None else u
+            hopper_matmul(a, weight, t, u, out, tile, k_major=k_major, c=None if c is None else c[0], bias=bias, acc=acc, pre=pre,
+                          activation=activation)  # fmt: skip
+            return
     dot = torch.promote_types(a.dtype, b.dtype)
     tile = FP32 if dot == torch.float32 else MATMUL.pick(K, a.device)
     R = 0 if t is None else t.shape[1]
-    if M == 0:
-        return
     launch(
         _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,
         a, *a.stride(), b, *b.stride(), t, 0 if t is None else t.stride(0), u, *(u.stride() if u is not None else (0, 0)), seed, c, adapter, bias, acc, out, pre,

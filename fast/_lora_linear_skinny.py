@@ -28,6 +28,7 @@ SKINNY = Table(
         ],
     },
 )
+FP32 = config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=2)
 
 
 # fmt: off
@@ -129,7 +130,7 @@ def skinny(
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
-    tile = SKINNY.pick(R, z.device)
+    tile = FP32 if z.dtype == torch.float32 else SKINNY.pick(R, z.device)
     grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])
     p = None if u is None else z.new_empty(grid[0], M, R, dtype=torch.float32)
     q = None if v is None else z.new_empty(grid[1], C, R, dtype=torch.float32)

@@ -46,9 +46,9 @@ from reference.lora_linear import (
     X,
     check_lora_linear,
     check_lora_qkv,
-    draw_seed,
     lora_linear_backward,
     no_adapter,
+    seed_tensor,
 )
 
 __all__ = ["MATMUL", "SKINNY", "Adapter", "lora_linear", "lora_qkv", "lora_swiglu_mlp"]
@@ -240,10 +240,9 @@ def _stack(
         factors.append(1.0 if on_device else float(scale))
         quantized.append(None if dense else weight)
     rows = x.reshape(-1, x.shape[-1])
-    if dropout_p:
-        seed = draw_seed(x.device) if seed is None else torch.as_tensor(seed, dtype=torch.int64, device=x.device)
+    seed = seed_tensor(seed, x.device) if dropout_p else None
     call = _Call(factors, quantized, float(dropout_p), activation)
-    given = rows, seed if dropout_p else None, None if adapter is None else adapter.reshape(-1).contiguous(), *tensors
+    given = rows, seed, None if adapter is None else adapter.reshape(-1).contiguous(), *tensors
     if torch.is_grad_enabled():
         ys = _LoraStack.apply(call, *given)
     else:
@@ -330,8 +329,7 @@ def lora_swiglu_mlp(
     Saved: x, gate, up, h and the S of the three layers. Raised as by lora_linear and swiglu.
     """
     biases = check_lora_qkv("lora_swiglu_mlp", weights, adapters, biases, count=3)
-    if dropout_p:
-        seed = draw_seed(x.device) if seed is None else torch.as_tensor(seed, dtype=torch.int64, device=x.device)
+    seed = seed_tensor(seed, x.device) if dropout_p else None
     shared = {"dropout_p": dropout_p, "adapter": adapter}
     gate, up = lora_qkv(x, weights[:2], adapters[:2], biases=biases[:2], seed=seed, **shared)
     h = swiglu(gate, up, activation=activation)

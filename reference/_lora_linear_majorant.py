@@ -44,6 +44,7 @@ def lora_linear_majorant(
         rows = (adapter.reshape(-1, 1) == torch.arange(G, device=device)).double()
     factor = torch.ones((), dtype=torch.float64, device=device)
     if dropout_p:
+        seed = torch.as_tensor(seed, device=device)
         factor = dropout_mask(seed, M, K, dropout_p, device).double() / (1 - dropout_p)
     dropped, ranks = x * factor, rows[:, :, None] * s[:, None]
 

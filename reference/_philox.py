@@ -11,9 +11,8 @@ _KEYS, _ROUNDS = (0x9E3779B9, 0xBB67AE85), (0xD2511F53, 0xCD9E8D57)
 _MASK = 0xFFFFFFFF
 
 
-def dropout_mask(seed: Tensor | int, M: int, K: int, p: float, device: torch.device) -> Tensor:
-    """Which elements of [M, K] are kept, each with probability 1 − p. seed: any int64, one element if a tensor."""
-    seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
+def dropout_mask(seed: Tensor, M: int, K: int, p: float, device: torch.device) -> Tensor:
+    """Which elements of [M, K] are kept, each with probability 1 − p. seed: one int64."""
     counters = torch.arange(-(-K // 4), device=device).expand(M, -1), torch.arange(M, device=device)[:, None]
     c = [*torch.broadcast_tensors(*counters), torch.zeros((), dtype=torch.int64, device=device)]
     c = [c[0], c[1], c[2].expand_as(c[0]), c[2].expand_as(c[0])]

@@ -128,7 +128,7 @@ def _parts(
         member = (adapter.reshape(-1, 1) == torch.arange(len(a), device=x.device)).to(wide)
     factor = None
     if dropout_p:
-        seed = draw_seed(x.device) if seed is None else seed
+        seed = seed_tensor(seed, x.device)
         factor = dropout_mask(seed, len(rows), K, dropout_p, x.device).to(wide) / (1 - dropout_p)
     return _Parts(rows, rows if factor is None else rows * factor, dense(weight, wide), a, b, s, member, factor)
 
@@ -211,8 +211,7 @@ def lora_qkv(
     Raises as lora_linear, and ValueError where weights, adapters and biases are not equally many.
     """
     biases = check_lora_qkv("lora_qkv", weights, adapters, biases)
-    if dropout_p and seed is None:
-        seed = draw_seed(x.device)
+    seed = seed_tensor(seed, x.device) if dropout_p else None
     return tuple(
         lora_linear(
             x, weight, *no_adapter(x, weight, adapter)[:2] if given is None else given[:2],
@@ -239,7 +238,7 @@ def lora_swiglu_mlp(
     activation: as swiglu's.
     """
     biases = check_lora_qkv("lora_swiglu_mlp", weights, adapters, biases, count=3)
-    seed = draw_seed(x.device) if dropout_p and seed is None else seed
+    seed = seed_tensor(seed, x.device) if dropout_p else None
     shared = {"dropout_p": dropout_p, "adapter": adapter}
     gate, up = lora_qkv(x, weights[:2], adapters[:2], biases=biases[:2], seed=seed, **shared)
     h = swiglu(gate, up, activation=activation)
@@ -259,9 +258,11 @@ def dense(weight: Any, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """An int64 from torch's generator of that device, without synchronising with it."""
-    return torch.randint(2**62, (), device=device)
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as one int64 on the device, drawn from torch's generator if None; without synchronising with the device."""
+    if seed is None:
+        return torch.randint(2**62, (), device=device)
+    return seed.reshape(()) if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def lora_linear_cost(
