@@ -47,25 +47,35 @@ def _nf4_dequantize(
     CODE,            # [256]        in   or None
     OFFSET,          # []           in   or None
     OUT,             # [N]          out
-    N, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
+    N, BYTES, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
     # fmt: on
-    offs_b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    mask_b = offs_b < tl.cdiv(N, BLOCK)
+    # Addresses are 64-bit up to the program's first element, 32-bit from there.
+    first_b = tl.program_id(0).to(tl.int64) * BLOCK_B
+    left = N - first_b * BLOCK
+    offs_b = tl.arange(0, BLOCK_B)
+    mask_b = offs_b * BLOCK < left
     if ABSMAX is not None:
-        scale = tl.load(ABSMAX + offs_b, mask=mask_b, other=0.0)
+        scale = tl.load(ABSMAX + first_b + offs_b, mask=mask_b, other=0.0)
     else:
-        c = tl.load(ABSMAX_CODES + offs_b, mask=mask_b, other=0).to(tl.int32)
-        a = tl.load(ABSMAX2 + offs_b // 256, mask=mask_b, other=0.0)
+        c = tl.load(ABSMAX_CODES + first_b + offs_b, mask=mask_b, other=0).to(tl.int32)
+        a = tl.load(ABSMAX2 + (first_b + offs_b) // 256, mask=mask_b, other=0.0)
         # Two roundings: launches never fuse a product with a sum.
         scale = tl.load(CODE + c) * a + tl.load(OFFSET)
-    offs_h = offs_b[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    byte = tl.load(CODES + offs_h, mask=offs_h < (N + 1) // 2, other=0).to(tl.int32)
-    # The table is one line of the cache.
-    high = tl.load(TABLE + (byte >> 4)) * scale[:, None]
-    low = tl.load(TABLE + (byte & 15)) * scale[:, None]
-    offs_n = offs_b[:, None] * BLOCK + tl.arange(0, BLOCK)
-    tl.store(OUT + offs_n, tl.interleave(high, low).to(OUT.dtype.element_ty), mask=offs_n < N)
+    offs_h = offs_b[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    byte = tl.load(CODES + first_b * (BLOCK // 2) + offs_h, mask=offs_h < BYTES - first_b * (BLOCK // 2), other=0)
+    table = tl.load(TABLE + tl.arange(0, 16))
+    high, low = _looked_up(table, byte >> 4), _looked_up(table, byte & 15)
+    w = tl.interleave(high * scale[:, None], low * scale[:, None])
+    offs_n = offs_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(OUT + first_b * BLOCK + offs_n, w.to(OUT.dtype.element_ty), mask=offs_n < left)
+
+
+@triton.jit
+def _looked_up(table, index):
+    """table[index], from registers and shared memory: a load from pointers would have its own layout."""
+    found = tl.gather(table, tl.reshape(index, [index.numel]).to(tl.int32), 0)
+    return tl.reshape(found, index.shape)
 
 
 # fmt: off
@@ -145,7 +155,7 @@ def nf4_dequantize(
         return
     tile = DEQUANTIZE.pick(block, out.device)
     grid = (cdiv(cdiv(N, block), tile["BLOCK_B"]),)
-    given = (codes, table, absmax, absmax_codes, absmax2, code, offset, out, N)
+    given = (codes, table, absmax, absmax_codes, absmax2, code, offset, out, N, len(codes))
     launch(_nf4_dequantize, grid, out.device, *given, BLOCK=block, **tile.options)
 
 
