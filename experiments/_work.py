@@ -10,8 +10,10 @@ Every experiments/<op>.py has
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +41,10 @@ class Call:
         """The call with every tensor changed."""
 
         def changed(value: Any) -> Any:
+            if hasattr(value, "dequantize") and not isinstance(value, Tensor):
+                weight = copy(value)
+                vars(weight).update({name: changed(part) for name, part in vars(value).items()})
+                return weight
             return change(value) if isinstance(value, Tensor) else value
 
         kwargs = {name: changed(value) for name, value in self.kwargs.items()}
@@ -46,8 +52,12 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the call, cotangents last."""
-        return [t for t in (*self.args, *self.kwargs.values(), *self.cotangents) if isinstance(t, Tensor)]
+        """Every tensor of the call, those inside of quantised weights too, cotangents last."""
+        given = (*self.args, *self.kwargs.values(), *self.cotangents)
+        parts = [
+            vars(v).values() if hasattr(v, "dequantize") and not isinstance(v, Tensor) else [v] for v in given
+        ]
+        return [t for part in parts for t in part if isinstance(t, Tensor)]
 
     def outputs(self, function: Callable) -> tuple[Tensor, ...]:
         found = function(*self.args, **self.kwargs)
@@ -55,11 +65,15 @@ class Call:
 
     def gradients(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Through autograd, keeping the graph so that the same outputs can be asked again."""
+        if not self.wanted:
+            return ()
         return torch.autograd.grad(outputs, self.wanted, self.cotangents, retain_graph=True)
 
     def step(self, function: Callable) -> tuple[Tensor, ...]:
         """Outputs and gradients of one training step: the graph is not kept, so backward may free what forward saved."""
         outputs = self.outputs(function)
+        if not self.wanted:
+            return outputs
         return *outputs, *torch.autograd.grad(outputs, self.wanted, self.cotangents)
 
 
@@ -78,6 +92,11 @@ class Row:
     def cost(self, call: Call) -> Any:
         found = import_module(f"reference.{self.op}").COST[self.function](*call.args, **call.kwargs)
         return found if self.backward is None else replace(found, backward=self.backward(call))
+
+
+def named(tree: str, name: str) -> Callable:
+    """A function or a method of `reference` or `fast`, such as "swiglu" or "NF4Weight.dequantize"."""
+    return attrgetter(name)(import_module(tree))
 
 
 def operations() -> list[str]:

@@ -26,7 +26,7 @@ import torch._functorch.config
 from experiments import _timing
 from experiments._environment import RESULTS, slug, stamp, unverified
 from experiments._timing import Contestant, Thunk, Timing
-from experiments._work import DTYPES, PHASES, Call, Row, experiment, operations
+from experiments._work import DTYPES, PHASES, Call, Row, experiment, named, operations
 
 ROTATED_BYTES = 2**29  # inputs and outputs of one cycle over the sets: far more than any L2 holds
 # A peer farther than this from the reference, normwise, computes something else and is not timed.
@@ -40,21 +40,17 @@ def functions(op: str, name: str) -> Callable[[str], Callable]:
 
     compile is that of the reference, or of the peer "compile" where the reference is no fair start.
     """
-    import reference
-
     peers = experiment(op).PEERS
 
     def make(impl: str) -> Callable:
         if impl == "reference":
-            return getattr(reference, name)
+            return named("reference", name)
         if impl == "compile":
             torch._dynamo.reset()
-            plain = peers["compile"][name]() if name in peers.get("compile", {}) else getattr(reference, name)
+            plain = peers["compile"][name]() if name in peers.get("compile", {}) else named("reference", name)
             return torch.compile(plain, fullgraph=True, dynamic=False)
         if impl == "fast":
-            import fast
-
-            return getattr(fast, name)
+            return named("fast", name)
         return peers[impl][name]()
 
     return make
@@ -214,8 +210,14 @@ def selected(given: argparse.Namespace) -> list[tuple[Row, str]]:
 
 
 def refused(work: list[tuple[Row, str]], path: Path, device: str) -> list[str]:
-    """A line for each function and dtype that has no verdict on this device."""
-    asked = dict.fromkeys((row.op, row.function, dtype) for row, dtype in work)
+    """A line for each function and dtype that has no verdict on this device. A class has no verdicts: its own tests judge it, and
+    the digest of its operation's functions says that these are the sources."""
+    from equivalence_tests.harness import operations as judged
+
+    of_op = {o.op: o.function for o in judged.operations()}
+    asked = dict.fromkeys(
+        (row.op, of_op[row.op] if "." in row.function else row.function, dtype) for row, dtype in work
+    )
     found = (
         (function, dtype, unverified(op, function, dtype, device, path)) for op, function, dtype in asked
     )

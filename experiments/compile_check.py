@@ -13,13 +13,12 @@ import os
 import random
 import sys
 from collections import defaultdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments._work import DTYPES, Row, experiment, operations
+from experiments._work import DTYPES, Row, experiment, named, operations
 
 LINE = (
     "{chip} {registers:4} regs {spills:5} B spilled {shared:7} B shared {warps_per_sm:3} warps/SM  "
@@ -31,13 +30,12 @@ def launches(rows: list[Row], dtypes: list[str], chip: Any) -> list:
     """What the rows' functions launch on that chip, forward and backward, each distinct launch once; nothing runs."""
     from equivalence_tests.harness import compiled
 
-    fast = import_module("fast")
     with compiled.recorded() as found, compiled.pretend(chip):
         for row in rows:
             for dtype in dtypes:
                 made = row.make(DTYPES[dtype], torch.device("cpu"), None)
                 call = made.each(compiled.on_gpu)
-                call.gradients(call.outputs(getattr(fast, row.function)))
+                call.gradients(call.outputs(named("fast", row.function)))
     return compiled.distinct(found, chip)
 
 
