@@ -9,7 +9,7 @@ from fast._lora_linear_matmul import affine, row_scale
 from fast._lora_linear_skinny import skinny, summed
 from fast._triton.launch import cdiv, launch
 
-_BLOCK_M, _BLOCK_N, _ROWS = 16, 64, 256
+_BLOCK_M, _BLOCK_N, _ROWS = 8, 64, 256
 
 
 # fmt: off

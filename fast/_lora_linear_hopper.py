@@ -32,16 +32,15 @@ from fast._triton.hopper_products import _fetch
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Config, Table, config
 
-# By M; None: the portable kernel.
+# By M·N, so that few rows still make a tile for every SM; None: the portable kernel. An element's bits are the same in all of them.
 HOPPER = Table(
     "lora_linear_hopper",
     {
         80: [(1, None)],
         90: [
-            (64, None),
-            (512, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=4, SLOTS=8, num_warps=4)),
-            (1024, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=4, SLOTS=6, num_warps=4)),
-            (2**31, config(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=4, SLOTS=4, num_warps=4)),
+            (2**20, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, SLOTS=8, num_warps=4)),
+            (2**21, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=4, SLOTS=6, num_warps=4)),
+            (2**62, config(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=4, SLOTS=4, num_warps=4)),
         ],
         100: [(1, None)],
     },
@@ -173,8 +172,8 @@ def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: b
     out = stored.T if rows_last else stored
     block_r = min(64, triton.next_power_of_2(R))
     launch(
-        _lora_linear_widen, (cdiv(I, 64), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), I, R,
-        PARTS=parts, TWICE=twice, BLOCK_I=64, BLOCK_R=block_r, num_warps=4,
+        _lora_linear_widen, (cdiv(I, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), I, R,
+        PARTS=parts, TWICE=twice, BLOCK_I=32, BLOCK_R=block_r, num_warps=4,
     )  # fmt: skip
     return stored
 
@@ -182,7 +181,7 @@ def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: b
 def hopper_tile(a: Tensor, b: Tensor, k_major: bool) -> Config | None:
     """The configuration for a [M, K] · b [K, N] ([N, K] with k_major); None: not this kernel."""
     N = b.shape[0] if k_major else b.shape[1]
-    tile = HOPPER.pick(a.shape[0], a.device)
+    tile = HOPPER.pick(a.shape[0] * N, a.device)
     return tile if tile is not None and N % 8 == 0 and addressable(a, b) else None
 
 

@@ -22,7 +22,7 @@ SKINNY = Table(
     "lora_linear_skinny",
     {
         80: [
-            (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
+            (16, config(BLOCK_M=64, BLOCK_C=256, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
             (32, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
             (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=4, num_stages=3)),
         ],
@@ -94,18 +94,20 @@ def _lora_linear_sum(
     SCALE,                     # [G]                 in    of each adapter, or None
     ADAPTER,                   # [I]           int   in    of each row; what is none of the row's adapter becomes 0; or None
     parts, I, R, rank, scale,
-    BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_i, mask_r = offs_i < I, offs_r < R
     mask = mask_i[:, None] & mask_r[None, :]
-    ptrs = PARTS + offs_i[:, None] * stride_pi + offs_r[None, :]
+    offs_p = tl.arange(0, BLOCK_P).to(tl.int64)
+    ptrs = PARTS + (offs_i[:, None] * stride_pi + offs_r[None, :])[None, :, :]
     acc = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
-    for _ in range(parts):
-        acc += tl.load(ptrs, mask=mask, other=0.0)
-        ptrs += stride_pp
+    for first in range(0, parts, BLOCK_P):
+        part = first + offs_p
+        addends = tl.load(ptrs + (part * stride_pp)[:, None, None], mask=(part < parts)[:, None, None] & mask[None, :, :], other=0.0)
+        acc += tl.sum(addends, axis=0)
     owner = offs_r // rank
     if SCALE is None:
         acc *= scale
@@ -152,11 +154,12 @@ def summed(
 ) -> Tensor:
     """out [I, R] = scale · Σ parts [parts, I, R], rounded to its dtype; scale a number or [R / rank], adapter [I] or None."""
     count, I, R = parts.shape
-    block_i, block_r = 64, min(64, triton.next_power_of_2(R))
+    block_r = min(64, triton.next_power_of_2(R))
+    block_i = max(1, 256 // block_r)
     given = scale if isinstance(scale, Tensor) else None
     if out.numel():
         launch(
             _lora_linear_sum, (cdiv(I, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(), given, adapter,
-            count, I, R, rank, 1.0 if given is not None else scale, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
+            count, I, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
     return out

@@ -42,7 +42,9 @@ class Dropout(NamedTuple):
 
     def of_rows(self) -> tuple:
         """For skinny and matmul: seed, threshold, factor of what is kept."""
-        return (None, 0, 1.0) if self.seed is None else (self.seed, dropout_threshold(self.p), 1 / (1 - self.p))
+        return (
+            (None, 0, 1.0) if self.seed is None else (self.seed, dropout_threshold(self.p), 1 / (1 - self.p))
+        )
 
 
 class Saved(NamedTuple):
@@ -54,7 +56,12 @@ class Saved(NamedTuple):
 
 
 def stack_fwd(
-    x: Tensor, layers: list[Layer], dropout: Dropout, adapter: Tensor | None, activation: str | None, save: bool
+    x: Tensor,
+    layers: list[Layer],
+    dropout: Dropout,
+    adapter: Tensor | None,
+    activation: str | None,
+    save: bool,
 ) -> tuple[list[Tensor], Saved]:
     """y [M, N] of each layer for x [M, K]."""
     t = _down(x, layers, dropout, adapter)
@@ -67,7 +74,17 @@ def stack_fwd(
             c = layer.magnitude.float() / norm
         pre = torch.empty_like(y) if save and (activation or c is not None) else None
         own = {"t": None, "u": None} if layer.a is None else {"t": t[:, columns], "u": layer.up().T}
-        matmul(x, layer.weight.T, out=y, c=c, adapter=adapter, bias=layer.bias, pre=pre, activation=activation, **own)
+        matmul(
+            x,
+            layer.weight.T,
+            out=y,
+            c=c,
+            adapter=adapter,
+            bias=layer.bias,
+            pre=pre,
+            activation=activation,
+            **own,
+        )
         outputs.append(y)
         pres.append(pre)
         norms.append(norm if save else None)
@@ -111,7 +128,9 @@ def stack_bwd(
                 dt_own = summed(parts, dt[:, columns], rank, layer.scale, adapter)
                 through = {"t": dt_own, "u": layer.a.flatten(0, 1)}
             if sums is not None:
-                db = _by_adapter(summed(sums, du.new_empty(sums.shape[1:], dtype=layer.b.dtype), rank), len(layer.b))
+                db = _by_adapter(
+                    summed(sums, du.new_empty(sums.shape[1:], dtype=layer.b.dtype), rank), len(layer.b)
+                )
         if need_x:
             seed, threshold, factor = dropout.of_rows()
             out = x.new_empty(x.shape, dtype=x.dtype if i == last else torch.float32)
@@ -133,7 +152,9 @@ def _down(x: Tensor, layers: list[Layer], dropout: Dropout, adapter: Tensor | No
     if not t.shape[1]:
         return t
     stacked = [layer.a.flatten(0, 1) for layer in layers if layer.a is not None]
-    parts, _ = skinny(x, (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).T, None, *dropout.of_rows())
+    parts, _ = skinny(
+        x, (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).T, None, *dropout.of_rows()
+    )
     for layer, columns in zip(layers, _places(layers), strict=True):
         if layer.a is not None:
             summed(parts[:, :, columns], t[:, columns], layer.a.shape[1], layer.scale, adapter)

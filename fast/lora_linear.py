@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fast._lora_linear_hopper import HOPPER
 from fast._lora_linear_matmul import MATMUL
 from fast._lora_linear_skinny import SKINNY
 from fast._lora_linear_stack import Dropout, Layer, Saved, stack_bwd, stack_fwd
@@ -51,7 +52,7 @@ from reference.lora_linear import (
     seed_tensor,
 )
 
-__all__ = ["MATMUL", "SKINNY", "Adapter", "lora_linear", "lora_qkv", "lora_swiglu_mlp"]
+__all__ = ["HOPPER", "MATMUL", "SKINNY", "Adapter", "lora_linear", "lora_qkv", "lora_swiglu_mlp"]
 
 # One list entry for each layer; what a layer lacks is an empty tensor, and what all lack an empty list.
 _LAYERS = (
@@ -104,7 +105,15 @@ def lora_stack_bwd(
     kept = Saved(t, [_given(u) for u in others[:count]], [_given(n) for n in others[count:]])
     wanted = [needed[1 + 5 * i : 6 + 5 * i] for i in range(count)]
     dx, grads = stack_bwd(
-        [_given(dy) for dy in dys], x, layers, kept, Dropout(seed, dropout_p), adapter, activation, needed[0], wanted
+        [_given(dy) for dy in dys],
+        x,
+        layers,
+        kept,
+        Dropout(seed, dropout_p),
+        adapter,
+        activation,
+        needed[0],
+        wanted,
     )
     return [_full(x, g) for g in (dx if needed[0] else None, *(g for layer in grads for g in layer))]
 
@@ -125,15 +134,39 @@ def _full(x: Tensor, t: Tensor | None) -> Tensor:
     return x.new_empty(()) if t is None else t
 
 
-def _fwd_shapes(x, weights, a, b, scales, factors, biases, magnitudes, seed, adapter, dropout_p, activation, save):
+def _fwd_shapes(
+    x, weights, a, b, scales, factors, biases, magnitudes, seed, adapter, dropout_p, activation, save
+):
     M, columns = len(x), sum(t.shape[0] * t.shape[1] for t in a if t.dim())
     ys = [x.new_empty(M, len(w)) for w in weights]
-    pres = [x.new_empty((M, len(w)) if save and (activation or m.dim()) else ()) for w, m in zip(weights, magnitudes, strict=True)]
-    norms = [m.new_empty(m.shape if save and m.dim() else (), dtype=torch.float32 if save and m.dim() else x.dtype) for m in magnitudes]
+    pres = [
+        x.new_empty((M, len(w)) if save and (activation or m.dim()) else ())
+        for w, m in zip(weights, magnitudes, strict=True)
+    ]
+    norms = [
+        m.new_empty(m.shape if save and m.dim() else (), dtype=torch.float32 if save and m.dim() else x.dtype)
+        for m in magnitudes
+    ]
     return [*ys, x.new_empty(M, columns, dtype=torch.float32), *pres, *norms]
 
 
-def _bwd_shapes(dys, saved, x, weights, a, b, scales, factors, biases, magnitudes, seed, adapter, dropout_p, activation, needed):
+def _bwd_shapes(
+    dys,
+    saved,
+    x,
+    weights,
+    a,
+    b,
+    scales,
+    factors,
+    biases,
+    magnitudes,
+    seed,
+    adapter,
+    dropout_p,
+    activation,
+    needed,
+):
     tensors = [x, *(t for layer in zip(weights, a, b, biases, magnitudes, strict=True) for t in layer)]
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if need and t.dim() else x.new_empty(())
@@ -143,7 +176,9 @@ def _bwd_shapes(dys, saved, x, weights, a, b, scales, factors, biases, magnitude
 
 _fwd_op = define(f"lora_stack_fwd({_LAYERS}, bool save) -> Tensor[]", lora_stack_fwd, _fwd_shapes)
 _bwd_op = define(
-    f"lora_stack_bwd(Tensor[] dys, Tensor[] saved, {_LAYERS}, bool[] needed) -> Tensor[]", lora_stack_bwd, _bwd_shapes
+    f"lora_stack_bwd(Tensor[] dys, Tensor[] saved, {_LAYERS}, bool[] needed) -> Tensor[]",
+    lora_stack_bwd,
+    _bwd_shapes,
 )
 
 
@@ -155,10 +190,14 @@ class _Call:
         self.factors, self.quantized = factors, quantized
         self.dropout_p, self.activation = dropout_p, activation
 
-    def operands(self, x: Tensor, seed: Tensor | None, adapter: Tensor | None, tensors: tuple[Tensor | None, ...]) -> tuple:
+    def operands(
+        self, x: Tensor, seed: Tensor | None, adapter: Tensor | None, tensors: tuple[Tensor | None, ...]
+    ) -> tuple:
         """The operators' arguments from x on, weights made dense."""
         weights, a, b, scales, biases, magnitudes = (list(tensors[i::6]) for i in range(6))
-        weights = [w if q is None else q.dequantize(x.dtype) for w, q in zip(weights, self.quantized, strict=True)]
+        weights = [
+            w if q is None else q.dequantize(x.dtype) for w, q in zip(weights, self.quantized, strict=True)
+        ]
         lists = ([_full(x, t) for t in found] for found in (a, b, scales))
         more = ([_full(x, t) for t in found] for found in (biases, magnitudes))
         return x, weights, *lists, self.factors, *more, seed, adapter, self.dropout_p, self.activation
@@ -187,7 +226,9 @@ class _LoraStack(Function):
         else:
             operands = ctx.call.operands(x, seed, adapter, tensors)
             grads = _bwd_op([_full(x, dy) for dy in dys], saved, *operands, needed)
-        grads = [g if need and g is not None and g.dim() else None for g, need in zip(grads, needed, strict=True)]
+        grads = [
+            g if need and g is not None and g.dim() else None for g, need in zip(grads, needed, strict=True)
+        ]
         layers = ((*grads[1 + 5 * i : 4 + 5 * i], None, *grads[4 + 5 * i : 6 + 5 * i]) for i in range(count))
         return None, grads[0], None, None, *(g for layer in layers for g in layer)
 
@@ -208,7 +249,11 @@ def _differentiable_backward(
             grads += [None] * 5
             continue
         weight = call.quantized[i] if weight is None else weight
-        given = (torch.zeros(1, 1, x.shape[1], device=x.device), torch.zeros(1, len(weight), 1, device=x.device)) if a is None else (a, b)
+        given = (
+            (torch.zeros(1, 1, x.shape[1], device=x.device), torch.zeros(1, len(weight), 1, device=x.device))
+            if a is None
+            else (a, b)
+        )
         found = lora_linear_backward(
             (dy,), x, weight, *given, scale=call.factors[i] if scale is None else scale, bias=bias, dropout_p=call.dropout_p,
             seed=seed, magnitude=magnitude, adapter=adapter, activation=call.activation,
@@ -236,7 +281,14 @@ def _stack(
         on_device = isinstance(scale, Tensor)
         per_adapter = scale.reshape(-1).expand(1 if a is None else len(a)).contiguous() if on_device else None
         magnitude = magnitude if magnitude is None or magnitude.dim() == 2 else magnitude[None]
-        tensors += [weight if dense else None, a, b, per_adapter, bias, None if magnitude is None else magnitude.contiguous()]
+        tensors += [
+            weight if dense else None,
+            a,
+            b,
+            per_adapter,
+            bias,
+            None if magnitude is None else magnitude.contiguous(),
+        ]
         factors.append(1.0 if on_device else float(scale))
         quantized.append(None if dense else weight)
     rows = x.reshape(-1, x.shape[-1])
@@ -252,7 +304,11 @@ def _stack(
 
 def _autocast(x: Tensor, weight: Any) -> tuple[Tensor, Any]:
     """x and a dense weight as torch.nn.functional.linear would take them; adapters keep their digits."""
-    if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(x.device.type):
+    if (
+        not isinstance(x, Tensor)
+        or x.device.type not in ("cpu", "cuda")
+        or not torch.is_autocast_enabled(x.device.type)
+    ):
         return x, weight
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in (x, weight))

@@ -33,7 +33,11 @@ def lora_linear_majorant(
     dtype, shape, device = x.dtype, x.shape, x.device
     K, N, R = x.shape[-1], lora_b.shape[-2], lora_b.shape[-1]
     M = x.numel() // K
-    split = 0 if dtype not in (torch.bfloat16, torch.float16) else round((torch.finfo(dtype).eps / 2) ** 2 / _FP32)
+    split = (
+        0
+        if dtype not in (torch.bfloat16, torch.float16)
+        else round((torch.finfo(dtype).eps / 2) ** 2 / _FP32)
+    )
     w = (weight if isinstance(weight, Tensor) else weight.dequantize(torch.float64)).double()
     x, dy = x.double().reshape(M, K), cotangents[0].double().reshape(M, N)
     a, b = (t.double() if t.dim() == 3 else t.double()[None] for t in (lora_a, lora_b))
@@ -84,7 +88,10 @@ def lora_linear_majorant(
     slope = gate * (1 + z * torch.sigmoid(-z))
     of_y = of_z
     if activation:
-        of_y = [*times(of_z, slope), Term(z.abs() * gate * (1 + z.abs()), ops=8, rounded=(torch.float32,), unit=z.abs())]
+        of_y = [
+            *times(of_z, slope),
+            Term(z.abs() * gate * (1 + z.abs()), ops=8, rounded=(torch.float32,), unit=z.abs()),
+        ]
 
     # Backward, from u as it is saved.
     of_dz: list[Term] = []
@@ -95,7 +102,10 @@ def lora_linear_majorant(
         of_saved = saved if c is None else [*times(saved, c), *times(of_c, u)]
         of_saved = [*of_saved, Term(z.abs() + (0 if bias is None else bias.double().abs()), ops=3)]
         dz = dy * slope
-        of_dz = [*times(of_saved, dy * bend), Term(dy.abs() * gate * (1 + 2 * z.abs()), ops=16, rounded=(torch.float32,), unit=dy.abs())]
+        of_dz = [
+            *times(of_saved, dy * bend),
+            Term(dy.abs() * gate * (1 + 2 * z.abs()), ops=16, rounded=(torch.float32,), unit=dy.abs()),
+        ]
     if activation or c is not None:
         du = dz if c is None else dz * c
         of_du = of_dz if c is None else [*times(of_dz, c), *times(of_c, dz)]
@@ -114,41 +124,67 @@ def lora_linear_majorant(
     def to_dx_squares(part: Tensor) -> Tensor:
         """Σ_n part · (W + the row's low-rank part)²."""
         mixed = torch.einsum("mg,mn,gnk->mk", rows, part, 2 * w * low)
-        return part @ w.square() + factor * mixed + factor.square() * torch.einsum("mg,mn,gnk->mk", rows, part, low.square())
+        return (
+            part @ w.square()
+            + factor * mixed
+            + factor.square() * torch.einsum("mg,mn,gnk->mk", rows, part, low.square())
+        )
 
     of_dx = [Term(du.abs() @ w.abs() + through, sums=(N + 3 * G * R,), ops=2)]
-    of_dx += entering(through, (torch.einsum("mgr,grk->mk", dunit, A) + torch.einsum("mgr,grk->mk", dS, torch.ones_like(a))) * factor, (N, G * R))
+    of_dx += entering(
+        through,
+        (torch.einsum("mgr,grk->mk", dunit, A) + torch.einsum("mgr,grk->mk", dS, torch.ones_like(a)))
+        * factor,
+        (N, G * R),
+    )
     of_dx += contracted(of_du, lambda part: to_dx(part), to_dx_squares)
     terms = {
         "y": [_viewed(t, (*shape[:-1], N)) for t in of_y],
         "dx": [_viewed(t, shape) for t in of_dx],
     }
     tokens = max(1, M)
-    of_dA = entering(torch.einsum("mgr,mk->grk", dS, dropped.abs()), torch.einsum("mgr,mk->grk", dunit + 1, dropped.abs()), (N, tokens))
+    of_dA = entering(
+        torch.einsum("mgr,mk->grk", dS, dropped.abs()),
+        torch.einsum("mgr,mk->grk", dunit + 1, dropped.abs()),
+        (N, tokens),
+    )
     sb = B * s.abs()[:, None, None]
     of_dA += contracted(
         of_du,
-        lambda part: torch.einsum("mgr,mk->grk", torch.einsum("mn,gnr->mgr", part, sb) * rows[:, :, None], dropped.abs()),
-        lambda part: torch.einsum("mgr,mk->grk", torch.einsum("mn,gnr->mgr", part, sb.square()) * rows[:, :, None], dropped.square()),
+        lambda part: torch.einsum(
+            "mgr,mk->grk", torch.einsum("mn,gnr->mgr", part, sb) * rows[:, :, None], dropped.abs()
+        ),
+        lambda part: torch.einsum(
+            "mgr,mk->grk", torch.einsum("mn,gnr->mgr", part, sb.square()) * rows[:, :, None], dropped.square()
+        ),
     )
     sunit = down(dropped.abs(), torch.ones_like(a)).abs() + ones * s.abs()[:, None]
     T = T.abs()
-    of_dB = entering(torch.einsum("mn,mgr->gnr", du.abs(), T), torch.einsum("mn,mgr->gnr", du.abs(), sunit), (K, tokens))
+    of_dB = entering(
+        torch.einsum("mn,mgr->gnr", du.abs(), T), torch.einsum("mn,mgr->gnr", du.abs(), sunit), (K, tokens)
+    )
     exact = down(dropped, a)
     of_dB += contracted(
         of_du,
         lambda part: torch.einsum("mn,mgr->gnr", part, exact.abs()),
         lambda part: torch.einsum("mn,mgr->gnr", part, exact.square()),
     )
-    terms |= {"dlora_a": [_viewed(t, lora_a.shape) for t in of_dA], "dlora_b": [_viewed(t, lora_b.shape) for t in of_dB]}
+    terms |= {
+        "dlora_a": [_viewed(t, lora_a.shape) for t in of_dA],
+        "dlora_b": [_viewed(t, lora_b.shape) for t in of_dB],
+    }
     if isinstance(weight, Tensor):
         terms["dweight"] = [
             Term(du.abs().T @ x.abs(), sums=(tokens,)),
             *contracted(of_du, lambda part: part.T @ x.abs(), lambda part: part.T @ x.square()),
         ]
     if bias is not None:
-        terms["dbias"] = [Term(dz.abs().sum(0), sums=(tokens,)), *contracted(of_dz, lambda p: p.sum(0), lambda p: p.sum(0))]
+        terms["dbias"] = [
+            Term(dz.abs().sum(0), sums=(tokens,)),
+            *contracted(of_dz, lambda p: p.sum(0), lambda p: p.sum(0)),
+        ]
     if magnitude is not None:
+
         def per_adapter(part: Tensor) -> Tensor:
             return rows.T @ part / norm
 
@@ -157,7 +193,10 @@ def lora_linear_majorant(
 
         of_product = [*times(of_dz, u), *times(saved, dz)]
         doubt = (size / norm.square()) * per_adapter((dz * u).abs())
-        found = [Term(per_adapter((dz * u).abs()), sums=(tokens,), ops=4), Term(doubt, sums=(K, R), ops=8 + 2 * split)]
+        found = [
+            Term(per_adapter((dz * u).abs()), sums=(tokens,), ops=4),
+            Term(doubt, sums=(K, R), ops=8 + 2 * split),
+        ]
         found += contracted(of_product, per_adapter, squares)
         terms["dmagnitude"] = [_viewed(t, magnitude.shape) for t in found]
     return terms

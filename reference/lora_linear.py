@@ -77,9 +77,7 @@ def lora_linear(
     Raises TypeError for what is no floating-point tensor and an option of a wrong type; ValueError for a shape, device or value that
     is not allowed.
     """
-    check_lora_linear(
-        x, weight, lora_a, lora_b, scale, bias, dropout_p, seed, magnitude, adapter, activation
-    )
+    check_lora_linear(x, weight, lora_a, lora_b, scale, bias, dropout_p, seed, magnitude, adapter, activation)
     parts = _parts(x, weight, lora_a, lora_b, scale, dropout_p, seed, adapter)
     u, c = parts.u(), _row_scale(parts, magnitude)
     z = u if c is None else c * u
@@ -130,7 +128,9 @@ def _parts(
     if dropout_p:
         seed = seed_tensor(seed, x.device)
         factor = dropout_mask(seed, len(rows), K, dropout_p, x.device).to(wide) / (1 - dropout_p)
-    return _Parts(rows, rows if factor is None else rows * factor, dense(weight, wide), a, b, s, member, factor)
+    return _Parts(
+        rows, rows if factor is None else rows * factor, dense(weight, wide), a, b, s, member, factor
+    )
 
 
 def _row_scale(parts: _Parts, magnitude: Tensor | None) -> Tensor | None:
@@ -190,7 +190,9 @@ def lora_linear_backward(
     if magnitude is not None:
         full = parts.w + parts.s[:, None, None] * (parts.b @ parts.a)
         found["magnitude"] = (
-            (parts.rows.T @ (dz * u) / full.detach().norm(dim=-1)).reshape(magnitude.shape).to(magnitude.dtype)
+            (parts.rows.T @ (dz * u) / full.detach().norm(dim=-1))
+            .reshape(magnitude.shape)
+            .to(magnitude.dtype)
         )
     return found
 
@@ -262,7 +264,11 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """The seed as one int64 on the device, drawn from torch's generator if None; without synchronising with the device."""
     if seed is None:
         return torch.randint(2**62, (), device=device)
-    return seed.reshape(()) if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
+    return (
+        seed.reshape(())
+        if isinstance(seed, Tensor)
+        else torch.full((), seed, dtype=torch.int64, device=device)
+    )
 
 
 def lora_linear_cost(
@@ -314,6 +320,11 @@ def check_lora_linear(
         raise TypeError(
             f"{name}: weight must be a torch.Tensor, an NF4Weight or a FakeQuantWeight, got {type(weight).__name__}"
         )
+    if adapter is not None and (
+        not isinstance(adapter, Tensor) or adapter.dtype not in (torch.int32, torch.int64)
+    ):
+        kind = adapter.dtype if isinstance(adapter, Tensor) else type(adapter).__name__
+        raise TypeError(f"{name}: adapter must be a tensor of int32 or int64, got {kind}")
     sizes = check(
         name,
         {
@@ -345,9 +356,6 @@ def check_lora_linear(
     elif seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"{name}: seed must be an int, a tensor or None, got {seed!r}")
     if adapter is not None:
-        if not isinstance(adapter, Tensor) or adapter.dtype not in (torch.int32, torch.int64):
-            kind = adapter.dtype if isinstance(adapter, Tensor) else type(adapter).__name__
-            raise TypeError(f"{name}: adapter must be a tensor of int32 or int64, got {kind}")
         if adapter.shape != x.shape[:-1] or adapter.device != x.device:
             raise ValueError(
                 f"{name}: adapter must have shape {list(x.shape[:-1])} on {x.device}, "
@@ -361,13 +369,20 @@ def _check_scale(scale: float | Tensor, adapters: int | None, x: Tensor) -> None
     if not isinstance(scale, Tensor):
         return _check_number("scale", scale)
     allowed = (1,) if adapters is None else (1, adapters)
-    if not scale.is_floating_point() or scale.dim() > 1 or scale.numel() not in allowed or scale.device != x.device:
+    if (
+        not scale.is_floating_point()
+        or scale.dim() > 1
+        or scale.numel() not in allowed
+        or scale.device != x.device
+    ):
         raise ValueError(
             f"lora_linear: scale must be a number or a floating-point tensor of {' or '.join(map(str, allowed))} elements on "
             f"{x.device}, got {scale.dtype} {list(scale.shape)} on {scale.device}"
         )
     if scale.requires_grad:
-        raise ValueError("lora_linear: scale has no gradient, but got one that requires it; pass scale.detach()")
+        raise ValueError(
+            "lora_linear: scale has no gradient, but got one that requires it; pass scale.detach()"
+        )
     return None
 
 
@@ -390,5 +405,7 @@ def check_lora_qkv(
         )
     for given in adapters:
         if given is not None and (not isinstance(given, tuple) or len(given) != 3):
-            raise TypeError(f"{function}: adapters must be Adapter(a, b, scale) or None, got {type(given).__name__}")
+            raise TypeError(
+                f"{function}: adapters must be Adapter(a, b, scale) or None, got {type(given).__name__}"
+            )
     return biases
