@@ -372,7 +372,7 @@ def ladders() -> tuple[Ladder, Ladder]:
         ),
         Step(
             "no copy of dy",
-            "16-bit products with fp32 sums, dS as hi + lo, its part of dx added in place; scale is applied to dS. No fp32 x was kept.",
+            "16-bit products with fp32 sums, dS as hi + lo; its part of dx is added in place. No fp32 x was kept.",
             steps.no_copy_of_dy,
         ),
         Step(
