@@ -132,10 +132,12 @@ def _nf4_quantize_scales(
 
 @triton.jit
 def _normalised(rows, short):
-    """Largest magnitude of each row, and its elements as fractions of that; divided where the block is short."""
+    """Largest magnitude of each row, and its elements as fractions of that; a short block's are divided and rounded once."""
     absmax = tl.max(tl.abs(rows), axis=1)
     safe = tl.where(absmax < 1e-38, 1e-38, absmax)[:, None]
-    return absmax, tl.where(short[:, None], tl.div_rn(rows, safe + 0.0 * rows), rows * tl.div_rn(1.0, safe))
+    # A quotient of two fp32 numbers is never so near to the middle of two others that fp64's error could carry it across.
+    quotient = rows.to(tl.float64) * (1.0 / safe.to(tl.float64))
+    return absmax, tl.where(short[:, None], quotient.to(tl.float32), rows * tl.div_rn(1.0, safe))
 
 
 def nf4_dequantize(

@@ -132,7 +132,7 @@ class NF4Weight(definition.NF4Weight):
         given = {"shape": shape, "block": block, "dtype": flat.dtype}
         if code is None:
             return cls(codes, table, absmax=absmax, **given)
-        offset = absmax.mean()
+        offset = absmax.mean() if len(absmax) else absmax.new_zeros(())
         absmax_codes, absmax2 = _scales_op(absmax, offset, code)
         return cls(
             codes, table, absmax_codes=absmax_codes, absmax2=absmax2, code=code, offset=offset, **given

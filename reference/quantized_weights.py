@@ -91,7 +91,7 @@ class NF4Weight:
         codes = high * 16 + low
         if code is None:
             return cls(codes, table, absmax=absmax, **given)
-        offset = absmax.mean()
+        offset = absmax.mean() if len(absmax) else absmax.new_zeros(())
         absmax2, d = _normalised(absmax - offset, MAP_BLOCK)
         quantised = {"absmax_codes": _nearest(d, code)[: len(absmax)], "absmax2": absmax2}
         return cls(codes, table, code=code, offset=offset, **quantised, **given)
