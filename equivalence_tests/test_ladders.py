@@ -41,6 +41,7 @@ SHAPES = {2: ["37×300", "1×1", "5×4096"], 3: ["37×40×72", "8×8×8", "130×
 CASES = [
     pytest.param(ladder, step, shape, id=f"{ladder.op}-{ladder.phase}-{step.name}-{shape}")
     for ladder in LADDERS
+    if "." not in function(ladder)  # a method has no float64 reference; its own tests compare bits
     for step in ladder.steps
     for shape in SHAPES[ladder.metered_at.count("×") + 1]
 ]

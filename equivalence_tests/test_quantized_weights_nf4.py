@@ -12,6 +12,7 @@ from equivalence_tests.harness.mutants import Mutant, planted
 from equivalence_tests.harness.probes import poisoned
 from equivalence_tests.harness.real import DEVICE
 from equivalence_tests.test_quantized_weights import BF16, F16, F32, TREES, draw
+from experiments._work import experiment
 from fast import _quantized_weights_nf4 as kernels
 from fast._triton import tuning
 from reference import _quantized_weights_state as states
@@ -292,3 +293,16 @@ def test_bad_input_is_named(tree):
             weight.dequantize(F32, out=out.to(DEVICE))
     with pytest.raises(ValueError, match="absmax2 must be"):
         tree.NF4Weight(**states.fields(weight) | {"absmax2": weight.absmax2[:0]})
+
+
+LADDER = next(ladder for ladder in experiment("quantized_weights").ladders() if ladder.phase == "dequantize")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("step", LADDER.steps, ids=lambda step: step.name)
+def test_steps_of_the_ladder_give_the_same_bits(step, dtype: torch.dtype):
+    for shape in ("37×300", "1×1", "5×4096"):
+        inputs = LADDER.inputs(shape, dtype, DEVICE)
+        (got,), (wanted,) = step.run(**inputs), LADDER.steps[0].run(**inputs)
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted)

@@ -259,7 +259,7 @@ def _fake_ladder() -> Ladder:
         return {"x": _fresh(sizes, dtype, device, generator)}
 
     def fewer(x: Tensor) -> tuple[Tensor]:
-        wide = x.float()
+        wide = x.to(torch.float32, copy=True)
         scale = (torch.linalg.vector_norm(wide, float("inf"), dim=-1, keepdim=True) / 127.5).clamp_(
             min=2.0**-126
         )
