@@ -105,9 +105,9 @@ def compiled(architecture: int) -> Iterator[Row]:
     """Rows that reach every configuration of the tables: groups at and past each limit, every block, quantising too."""
     tables = import_module("fast.quantized_weights")
     lengths = sorted({limit for limit, _ in tables.FAKE.rows[80]})
-    for G in lengths:
-        yield row(f"48×{G} clipped")
-        yield row(f"48×{G} asymmetric clipped")
+    for L in lengths:
+        yield row(f"48×{L} clipped")
+        yield row(f"48×{L} asymmetric clipped")
     yield row(f"47×{2 * max(lengths) - 1} clipped")
     yield row("48×4096 group32")
     for block in (limit for limit, _ in tables.DEQUANTIZE.rows[80]):

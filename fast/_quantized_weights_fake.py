@@ -13,14 +13,14 @@ FAKE = Table(
     "fake_quantize",
     {
         80: [
-            (32, config(BLOCK_M=64, BLOCK_G=32, num_warps=4)),
-            (64, config(BLOCK_M=32, BLOCK_G=64, num_warps=4)),
-            (128, config(BLOCK_M=16, BLOCK_G=128, num_warps=4)),
-            (256, config(BLOCK_M=8, BLOCK_G=256, num_warps=4)),
-            (1024, config(BLOCK_M=2, BLOCK_G=1024, num_warps=4)),
-            (4096, config(BLOCK_M=1, BLOCK_G=4096, num_warps=8)),
-            (16384, config(BLOCK_M=1, BLOCK_G=16384, num_warps=16)),
-            (16385, config(BLOCK_M=1, BLOCK_G=8192, num_warps=16)),
+            (32, config(BLOCK_M=64, BLOCK_L=32, num_warps=4)),
+            (64, config(BLOCK_M=32, BLOCK_L=64, num_warps=4)),
+            (128, config(BLOCK_M=16, BLOCK_L=128, num_warps=4)),
+            (256, config(BLOCK_M=8, BLOCK_L=256, num_warps=4)),
+            (1024, config(BLOCK_M=2, BLOCK_L=1024, num_warps=4)),
+            (4096, config(BLOCK_M=1, BLOCK_L=4096, num_warps=8)),
+            (16384, config(BLOCK_M=1, BLOCK_L=16384, num_warps=16)),
+            (16385, config(BLOCK_M=1, BLOCK_L=8192, num_warps=16)),
         ]
     },
 )
@@ -29,51 +29,51 @@ FAKE = Table(
 # fmt: off
 @triton.jit
 def _fake_quantize(
-    X, stride_xo, stride_xi,        # [M, G]  in    groups: (m // inner)·outer + (m % inner)·inner stride
-    DY, stride_dyo, stride_dyi,     # [M, G]  in    or None: OUT is y, else dx
-    OUT, stride_om,                 # [M, G]  out
-    M, G, x_inner, dy_inner,
+    X, stride_xo, stride_xi,        # [M, L]  in    groups: (m // inner)·outer + (m % inner)·inner stride
+    DY, stride_dyo, stride_dyi,     # [M, L]  in    or None: OUT is y, else dx
+    OUT, stride_om,                 # [M, L]  out
+    M, L, x_inner, dy_inner,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr,
 ):
     # fmt: on
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
-    offs_m, offs_g = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_G)
+    offs_m, offs_l = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_L)
     mask_m = (offs_m < M)[:, None]
     x_rows = X + row_offsets(first, stride_xo, stride_xi, x_inner, BLOCK_M)[:, None]
     out_rows = OUT + offs_m[:, None] * stride_om
     if DY is not None:
         dy_rows = DY + row_offsets(first, stride_dyo, stride_dyi, dy_inner, BLOCK_M)[:, None]
     if WHOLE:
-        mask = mask_m & (offs_g < G)[None, :]
-        x = tl.load(x_rows + offs_g, mask=mask, other=0.0).to(tl.float32)
+        mask = mask_m & (offs_l < L)[None, :]
+        x = tl.load(x_rows + offs_l, mask=mask, other=0.0).to(tl.float32)
         low, high = _extent(x, SYMMETRIC)
         scale, zero = _scale_and_zero(low, high, BITS, SYMMETRIC)
         level, q = _levels(x, scale, zero, BITS)
         if DY is not None:
-            dy = tl.load(dy_rows + offs_g, mask=mask, other=0.0)
+            dy = tl.load(dy_rows + offs_l, mask=mask, other=0.0)
             result = tl.where(level == q, dy.to(tl.float32), 0.0)
         else:
             result = (q - zero) * scale
-        tl.store(out_rows + offs_g, result.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out_rows + offs_l, result.to(OUT.dtype.element_ty), mask=mask)
     else:
         low, high = tl.zeros([BLOCK_M, 1], dtype=tl.float32), tl.zeros([BLOCK_M, 1], dtype=tl.float32)
-        for start in range(0, G, BLOCK_G):
-            mask = mask_m & (start + offs_g < G)[None, :]
-            x = tl.load(x_rows + start + offs_g, mask=mask, other=0.0).to(tl.float32)
+        for start in range(0, L, BLOCK_L):
+            mask = mask_m & (start + offs_l < L)[None, :]
+            x = tl.load(x_rows + start + offs_l, mask=mask, other=0.0).to(tl.float32)
             x_low, x_high = _extent(x, SYMMETRIC)
             low, high = tl.minimum(low, x_low), tl.maximum(high, x_high)
         scale, zero = _scale_and_zero(low, high, BITS, SYMMETRIC)
-        for start in range(0, G, BLOCK_G):
-            mask = mask_m & (start + offs_g < G)[None, :]
-            x = tl.load(x_rows + start + offs_g, mask=mask, other=0.0).to(tl.float32)
+        for start in range(0, L, BLOCK_L):
+            mask = mask_m & (start + offs_l < L)[None, :]
+            x = tl.load(x_rows + start + offs_l, mask=mask, other=0.0).to(tl.float32)
             level, q = _levels(x, scale, zero, BITS)
             if DY is not None:
-                dy = tl.load(dy_rows + start + offs_g, mask=mask, other=0.0)
+                dy = tl.load(dy_rows + start + offs_l, mask=mask, other=0.0)
                 result = tl.where(level == q, dy.to(tl.float32), 0.0)
             else:
                 result = (q - zero) * scale
-            tl.store(out_rows + start + offs_g, result.to(OUT.dtype.element_ty), mask=mask)
+            tl.store(out_rows + start + offs_l, result.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -130,14 +130,14 @@ def fake_quantize(
     """Write y, or with dy the clipped gradient dx, to `out`, contiguous."""
     if x.numel() == 0:
         return
-    G = group or x.shape[-1]
-    xs, dys = (None if t is None else as_rows(t.unflatten(-1, (-1, G))) for t in (x, dy))
-    tile = FAKE.pick(G, x.device)
-    M = x.numel() // G
+    L = group or x.shape[-1]
+    xs, dys = (None if t is None else as_rows(t.unflatten(-1, (-1, L))) for t in (x, dy))
+    tile = FAKE.pick(L, x.device)
+    M = x.numel() // L
     launch(
         _fake_quantize, (cdiv(M, tile["BLOCK_M"]),), x.device,
         xs.tensor, xs.outer_stride, xs.inner_stride,
         *((None, 0, 0) if dys is None else (dys.tensor, dys.outer_stride, dys.inner_stride)),
-        out, G, M, G, xs.inner, 1 if dys is None else dys.inner,
-        BITS=bits, SYMMETRIC=symmetric, WHOLE=tile["BLOCK_G"] >= G, **tile.options,
+        out, L, M, L, xs.inner, 1 if dys is None else dys.inner,
+        BITS=bits, SYMMETRIC=symmetric, WHOLE=tile["BLOCK_L"] >= L, **tile.options,
     )  # fmt: skip

@@ -14,7 +14,7 @@ def grouped(x: Tensor, group: int | None) -> Tensor:
 
 
 def quantised(groups: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """y of groups [*, G], and where the clamp changed nothing."""
+    """y of groups [*, L], and where the clamp changed nothing."""
     lo, hi = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     scale, zero = scale_and_zero(groups, bits, symmetric)
     level = torch.round(groups * (1 / scale)) + zero

@@ -1,7 +1,7 @@
 """Weights in four bits (NF4), and fake quantisation for training that ends in four or eight. Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314; straight-through estimator: Bengio et al. 2013, https://arxiv.org/abs/1308.3432
 
-Dimension key: N elements of a weight (row-major, flat), G elements of a group, `*` leading dims.
+Dimension key: N elements of a weight (row-major, flat), L elements of a group, `*` leading dims.
 
 NF4, block by block of the flat weight (row ends do not count):
     s = max |w|;  x = clamp(w · (1/s), ±1)          the last block, where it is shorter, w / s
@@ -253,12 +253,12 @@ class FakeQuantWeight:
         """fake_quantize(w), rounded to w's dtype and then to `dtype` (default: that of `out`, or w's).
 
         While w is trained its gradient passes straight through to w, and `out` is refused. Of a frozen w the result is kept, and
-        returned again until w changes: do not write to it.
+        returned again until w changes: do not write to it. (Not kept: what torch.compile or inference mode make.)
         """
         dtype = check_out(self, dtype, out)
         if self.w.requires_grad and out is not None and torch.is_grad_enabled():
             raise ValueError("FakeQuantWeight.dequantize: out must be None while w requires a gradient")
-        if self.w.requires_grad or torch.compiler.is_compiling():
+        if self.w.requires_grad or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             w = self._fake_quantize(self.w, **self.options).to(dtype)
         else:
             key = (dtype, self.w.data_ptr(), self.w._version)
