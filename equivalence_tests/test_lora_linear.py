@@ -74,11 +74,10 @@ GPU_EXAMPLES = [
 
 
 def real_sites(model: nn.Module) -> Iterator[Site]:
-    """The query and down projections of the first and last layer, with an adapter."""
-    for i in (0, len(model.model.layers) - 1):
-        for name in ("self_attn.q_proj", "mlp.down_proj"):
-            path = f"model.layers.{i}.{name}"
-            yield Site(path, model.get_submodule(path), _adapted)
+    """The first layer's query and the last layer's down projection, with an adapter."""
+    for i, name in ((0, "self_attn.q_proj"), (len(model.model.layers) - 1, "mlp.down_proj")):
+        path = f"model.layers.{i}.{name}"
+        yield Site(path, model.get_submodule(path), _adapted)
 
 
 def _adapted(linear: nn.Linear, inputs: dict) -> tuple[tuple, dict]:

@@ -17,12 +17,12 @@ _BLOCK_M, _BLOCK_N, _ROWS = 8, 64, 256
 def _lora_linear_bwd_epilogue(
     DY, stride_dym, stride_dyn,   # [M, N]                  in
     U,                            # [M, N]                  in    rows of stride N
-    C,                            # [G, N]            fp32  in    or None
-    ADAPTER,                      # [M]               int   in    or None
+    C,                            # [G, N]  in    fp32, or None
+    ADAPTER,                      # [M]  in    int, or None
     BIAS,                         # [N]                     in    or None
     DU,                           # [M, N]                  out   rows of stride N
-    DBIAS,                        # [parts, N]        fp32  out   or None
-    DC,                           # [parts, G, N]     fp32  out   or None: Σ dz · u
+    DBIAS,                        # [parts, N]  out   fp32, or None
+    DC,                           # [parts, G, N]  out   fp32, or None: Σ dz · u
     M, N, G,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fast._lora_linear_hopper import hopper_matmul, hopper_tile
 from fast._lora_linear_skinny import split
+from fast._triton.device import interpreting
 from fast._triton.dropout import kept
 from fast._triton.gemm import grouped_tile
 from fast._triton.launch import cdiv, launch
@@ -40,13 +41,13 @@ FP32 = config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_st
 def _lora_linear_matmul(
     A, stride_am, stride_ak,               # [M, K]        in
     B, stride_bk, stride_bn,               # [K, N]        in
-    T, stride_tm,                          # [M, R]  fp32  in    or None
+    T, stride_tm,                          # [M, R]  in    fp32, or None
     U, stride_ur, stride_un,               # [R, N]        in
-    SEED,                                  # []     int64  in    of the mask of T·U; or None
-    C,                                     # [G, N]  fp32  in    or None
-    ADAPTER,                               # [M]     int   in    which row of C; None is the first
+    SEED,                                  # []  in    int64, of the mask of T·U; or None
+    C,                                     # [G, N]  in    fp32, or None
+    ADAPTER,                               # [M]  in    int, which row of C; None is the first
     BIAS,                                  # [N]           in    or None
-    ACC,                                   # [M, N]  fp32  in    another addend, rows of stride N; or None
+    ACC,                                   # [M, N]  in    fp32, another addend, rows of stride N; or None
     OUT, PRE,                              # [M, N]        out   rows of stride N; PRE: A·B + T·U, or None
     M, N, K, R, G, threshold, keep_scale,
     ACTIVATION: tl.constexpr, DOT: tl.constexpr,
@@ -151,7 +152,7 @@ def matmul(
                           activation=activation)  # fmt: skip
             return
     dot = torch.promote_types(a.dtype, b.dtype)
-    tile = FP32 if dot == torch.float32 else MATMUL.pick(K, a.device)
+    tile = FP32 if dot == torch.float32 and not interpreting() else MATMUL.pick(K, a.device)
     R = 0 if t is None else t.shape[1]
     launch(
         _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,

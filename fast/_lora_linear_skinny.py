@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fast._triton.device import interpreting
 from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
@@ -36,10 +37,10 @@ FP32 = config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_sta
 def _lora_linear_skinny(
     Z, stride_zm, stride_zc,   # [M, C]              in
     U, stride_uc, stride_ur,   # [C, R]              in    or None
-    V, stride_vm,              # [M, R]        fp32  in    or None
-    P,                         # [parts, M, R] fp32  out   one part for every BLOCK_C columns; or None
-    Q,                         # [parts, C, R] fp32  out   one part for every ROWS rows; or None
-    SEED,                      # []           int64  in    of the mask of Z; or None
+    V, stride_vm,              # [M, R]         in    fp32; or None
+    P,                         # [parts, M, R]  out   fp32; one part for every BLOCK_C columns; or None
+    Q,                         # [parts, C, R]  out   fp32; one part for every ROWS rows; or None
+    SEED,                      # []             in    int64, of the mask of Z; or None
     M, C, R, threshold, keep_scale,
     HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -89,10 +90,10 @@ def split(value, DTYPE: tl.constexpr):
 # fmt: off
 @triton.jit
 def _lora_linear_sum(
-    PARTS, stride_pp, stride_pi, # [parts, I, R] fp32 in
+    PARTS, stride_pp, stride_pi, # [parts, I, R]  in    fp32
     OUT, stride_oi, stride_or, # [I, R]              out
     SCALE,                     # [G]                 in    of each adapter, or None
-    ADAPTER,                   # [I]           int   in    of each row; what is none of the row's adapter becomes 0; or None
+    ADAPTER,                   # [I]           in    int, of each row; what is none of the row's adapter becomes 0; or None
     parts, I, R, rank, scale,
     BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
@@ -132,7 +133,7 @@ def skinny(
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
-    tile = FP32 if z.dtype == torch.float32 else SKINNY.pick(R, z.device)
+    tile = FP32 if z.dtype == torch.float32 and not interpreting() else SKINNY.pick(R, z.device)
     grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])
     p = None if u is None else z.new_empty(grid[0], M, R, dtype=torch.float32)
     q = None if v is None else z.new_empty(grid[1], C, R, dtype=torch.float32)

@@ -281,17 +281,11 @@ def _stack(
         on_device = isinstance(scale, Tensor)
         per_adapter = scale.reshape(-1).expand(1 if a is None else len(a)).contiguous() if on_device else None
         magnitude = magnitude if magnitude is None or magnitude.dim() == 2 else magnitude[None]
-        tensors += [
-            weight if dense else None,
-            a,
-            b,
-            per_adapter,
-            bias,
-            None if magnitude is None else magnitude.contiguous(),
-        ]
+        bias, magnitude = (None if t is None else t.contiguous() for t in (bias, magnitude))
+        tensors += [weight if dense else None, a, b, per_adapter, bias, magnitude]
         factors.append(1.0 if on_device else float(scale))
         quantized.append(None if dense else weight)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     seed = seed_tensor(seed, x.device) if dropout_p else None
     call = _Call(factors, quantized, float(dropout_p), activation)
     given = rows, seed, None if adapter is None else adapter.reshape(-1).contiguous(), *tensors

@@ -21,7 +21,7 @@ def dropout_mask(seed: Tensor, M: int, K: int, p: float, device: torch.device) -
         (high0, low0), (high1, low1) = _product(_ROUNDS[0], c[0]), _product(_ROUNDS[1], c[2])
         c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
         key = [(k + step) & _MASK for k, step in zip(key, _KEYS, strict=True)]
-    return torch.stack(c, dim=-1).reshape(M, -1)[:, :K] >= dropout_threshold(p)
+    return torch.stack(c, dim=-1).flatten(1)[:, :K] >= dropout_threshold(p)
 
 
 def dropout_threshold(p: float) -> int:

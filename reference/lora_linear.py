@@ -83,7 +83,7 @@ def lora_linear(
     z = u if c is None else c * u
     z = z if bias is None else z + bias.to(z.dtype)
     z = z if activation is None else z * torch.sigmoid(z)
-    return z.to(x.dtype).reshape(*x.shape[:-1], -1)
+    return z.to(x.dtype).reshape(*x.shape[:-1], z.shape[-1])
 
 
 class _Parts(NamedTuple):
@@ -118,7 +118,7 @@ def _parts(
     adapter: Tensor | None,
 ) -> _Parts:
     wide = promote(x, weight if isinstance(weight, Tensor) else None, lora_a, lora_b)
-    rows, K = x.reshape(-1, x.shape[-1]).to(wide), x.shape[-1]
+    rows, K = x.flatten(0, -2).to(wide) if x.dim() > 1 else x[None].to(wide), x.shape[-1]
     a, b = (t.to(wide) if t.dim() == 3 else t.to(wide)[None] for t in (lora_a, lora_b))
     s = torch.as_tensor(scale, dtype=wide, device=x.device).detach().reshape(-1).expand(len(a))
     member = torch.ones(len(rows), 1, dtype=wide, device=x.device)
@@ -164,7 +164,7 @@ def lora_linear_backward(
     """
     parts = _parts(x, weight, lora_a, lora_b, scale, dropout_p, seed, adapter)
     wide, c = parts.x.dtype, _row_scale(parts, magnitude)
-    dz = cotangents[0].to(wide).reshape(len(parts.x), -1)
+    dz = cotangents[0].to(wide).reshape(len(parts.x), len(parts.w))
     found: dict[str, Tensor] = {}
     u = parts.u() if c is not None or activation else None
     if u is not None:
