@@ -5,11 +5,12 @@ NF4 itself is in test_quantized_weights_nf4.py, bitsandbytes and torchao in test
 
 import importlib
 import json
+from collections.abc import Iterator
 from random import Random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fast
 import reference
@@ -19,7 +20,7 @@ from equivalence_tests.harness.interpreter import interpreting
 from equivalence_tests.harness.mutants import Mutant
 from equivalence_tests.harness.operations import operation
 from equivalence_tests.harness.oracle import Sample, judge
-from equivalence_tests.harness.real import DEVICE
+from equivalence_tests.harness.real import DEVICE, Site
 
 definition = importlib.import_module("reference.quantized_weights")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -85,6 +86,20 @@ GPU_EXAMPLES = [
         example("fake_quantize", dtype, {"*": (512,), "N": 128256}, options={**ASYMMETRIC, **CLIPPED}),
     )
 ]
+
+
+def real_sites(model: nn.Module) -> Iterator[Site]:
+    """What the first and last layers multiply by w_down: activations in 8 bits for each token, rows of the weight in 4."""
+    tokens, rows = {"symmetric": False, **CLIPPED}, {"bits": 4, "per": "group", "group": 32}
+    for i in (0, len(model.model.layers) - 1):
+        path = f"model.layers.{i}.mlp.down_proj"
+        linear, name = model.get_submodule(path), "fake_quantize"
+        yield Site(
+            path, linear, lambda _, inputs: ((inputs["input"],), tokens), name, lambda w, dy: dy @ w.weight
+        )
+        yield Site(
+            f"{path}.weight", linear, lambda w, _: ((w.weight[:64],), rows), name, lambda w, _: w.weight[:64]
+        )
 
 
 def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
