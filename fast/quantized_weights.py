@@ -9,7 +9,7 @@ Fusion      eager                                            here
             scales ─ repeated ───────────────┴ mul ─ cast    no scale and no nibble reaches memory
             x ─ |x| ─ max ─ scale ─ x/scale ─ rint ─ …       x ─ _fake_quantize ─ y                       1 launch, 2 passes
 Floor       4096 × 14336, block 64, doubly quantised, to bf16: 29.4 MB of codes, 0.9 of scales, 117 written. At the rate of a copy
-            on an H200, 4281 GB/s (experiments/results/h200), 34 µs. fake_quantize: two passes over x.
+            on an H200, 4281 GB/s (experiments/results/h200), 34.5 µs. fake_quantize: two passes over x.
 Tiles       A program takes BLOCK_B blocks of NF4: bytes of codes come in one contiguous load, each gives two neighbours, which
             leave in one contiguous store. Or BLOCK_M groups of fake_quantize, in registers; groups longer than a tile are read
             twice. Groups are read where they lie: rows may have gaps.
