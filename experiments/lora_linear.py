@@ -310,7 +310,8 @@ NOTES = {
 
 
 def ladders() -> tuple[Ladder, Ladder]:
-    """Both directions, each from separate eager operations to what `fast` does; the base frozen, rank 16."""
+    """Both directions, each from separate eager operations to what `fast` does; the base frozen, rank 16, adapters of x's
+    dtype: fp32 ones would give steps of 16 bits outputs of two dtypes."""
     from experiments import _lora_linear_steps as steps
 
     definition = import_module("reference.lora_linear")
