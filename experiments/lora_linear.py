@@ -310,8 +310,9 @@ NOTES = {
 
 
 def ladders() -> tuple[Ladder, Ladder]:
-    """Both directions, each from separate eager operations to what `fast` does; the base frozen, rank 16, adapters of x's
-    dtype: fp32 ones would give steps of 16 bits outputs of two dtypes."""
+    """Both directions, each from separate eager operations to what `fast` does. The base is frozen, the rank 16; adapters have x's
+    dtype, because a step's outputs share one.
+    """
     from experiments import _lora_linear_steps as steps
 
     definition = import_module("reference.lora_linear")
