@@ -1,4 +1,4 @@
-"""What lora_linear and the layers built of it must do beyond the drawn cases: algebra, adapters in a batch, dropout, PyTorch around them."""
+"""What lora_linear and the layers built of it must do beyond the drawn cases: algebra, adapters in a batch, dropout."""
 
 import importlib
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant("last_rank_dropped", PASS, "offs_r < R\n", "offs_r < R - 1\n"),
     Mutant("last_row_of_pass_dropped", PASS, "mask_m = offs_m < M", "mask_m = offs_m < M - 1"),
     Mutant("parts_of_first_column_block", SUM, "part < parts", "part < 1"),
-    Mutant("low_digits_dropped", SPLIT, "(value.to(tl.float32) - hi.to(tl.float32)).to(DTYPE)", "(0.0 * hi.to(tl.float32)).to(DTYPE)",
+    Mutant("low_digits_dropped", SPLIT, "(value.to(tl.float32) - hi.to(tl.float32))", "(0.0 * hi.to(tl.float32))",
            dtypes=("bf16",)),
     Mutant("bias_before_scale", AFFINE, "u += tl.load(BIAS", "u += 0.5 * tl.load(BIAS"),
     Mutant("no_activation", PRODUCT, "z = z * tl.sigmoid(z)", "z = z * 1.0"),
@@ -49,25 +49,36 @@ MUTANTS = [
     Mutant("dbias_of_one_part", BEFORE, "dbias += tl.sum(dz, axis=0)", "dbias = tl.sum(dz, axis=0)"),
 ]  # fmt: skip
 ALL = {"bias": Spec(), "magnitude": Spec(content="mean")}
+WIDE = {
+    "lora_a": Spec(dtype="fp32"),
+    "lora_b": Spec(dtype="fp32"),
+}  # the usual case: fp32 adapters on a 16-bit base
 EXAMPLES = [
     case
     for dtype in ("fp32", "fp16", "bf16")
     for case in (
-        example("lora_linear", dtype, {"*": (2, 70), "K": 300, "N": 70, "R": 5}, {"lora_a": Spec(dtype="fp32"), "lora_b": Spec(dtype="fp32")},
+        example("lora_linear", dtype, {"*": (2, 70), "K": 300, "N": 70, "R": 5}, WIDE,
                 {"scale": 2.0, "dropout_p": 0.3, "seed": 5}),
         example("lora_linear", dtype, {"*": (70,), "K": 40, "N": 140, "R": 17}, ALL, {"scale": 2.0, "activation": "silu"}),
-        example("lora_linear", dtype, {"*": (33,), "K": 40, "N": 100, "R": 33}, {"magnitude": Spec(content="mean")}, {"scale": 2.0}),
-        example("lora_linear", dtype, {"*": (530,), "K": 20, "N": 16, "R": 3}, {"bias": Spec()}, {"activation": "silu", "dropout_p": 0.3, "seed": 5}),
+        example("lora_linear", dtype, {"*": (33,), "K": 40, "N": 100, "R": 33}, {"magnitude": Spec(content="mean")},
+                {"scale": 2.0}),
+        example("lora_linear", dtype, {"*": (530,), "K": 20, "N": 16, "R": 3}, {"bias": Spec()},
+                {"activation": "silu", "dropout_p": 0.3, "seed": 5}),
     )
 ]  # fmt: skip
-GPU_EXAMPLES = [
+GPU_WIDE = {
+    "lora_a": Spec(dtype="fp32"),
+    "lora_b": Spec(dtype="fp32"),
+}  # the usual case: fp32 adapters on a 16-bit base
+EXAMPLES = [
     case
     for dtype in ("fp32", "fp16", "bf16")
     for case in (
-        example("lora_linear", dtype, {"*": (4096,), "K": 4096, "N": 1024, "R": 16}, {"lora_a": Spec(dtype="fp32"), "lora_b": Spec(dtype="fp32")},
+        example("lora_linear", dtype, {"*": (4096,), "K": 4096, "N": 1024, "R": 16}, WIDE,
                 {"scale": 2.0}),
         example("lora_linear", dtype, {"*": (2048,), "K": 1024, "N": 2048, "R": 64}, ALL, {"activation": "silu"}),
-        example("lora_linear", dtype, {"*": (300,), "K": 4096, "N": 4096, "R": 8}, {"bias": Spec()}, {"dropout_p": 0.3, "seed": 5}),
+        example("lora_linear", dtype, {"*": (300,), "K": 4096, "N": 4096, "R": 8}, {"bias": Spec()},
+                {"dropout_p": 0.3, "seed": 5}),
         example("lora_linear", dtype, {"*": (2, 77), "K": 42, "N": 431, "R": 17}, {}, {"scale": 0.25}),
     )
 ]  # fmt: skip

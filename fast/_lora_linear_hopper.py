@@ -4,8 +4,8 @@ T and U are written out as 16-bit numbers first: t = hi + lo, u = hi + lo, side 
 
     t·u ≈ t_hi·u_hi + t_lo·u_hi + t_hi·u_lo        [t_hi | t_lo | t_hi] · [u_hi | u_hi | u_lo]
 
-is an ordinary product of 3·R columns (2·R where U has x's dtype: u_lo = 0), which the accumulator starts from. fast/_triton/hopper.py has the
-parts. Triton's interpreter does not run Gluon: verified on a GPU only, and compiled everywhere.
+is an ordinary product of 3·R columns (2·R where U has x's dtype: u_lo = 0), which the accumulator starts from.
+fast/_triton/hopper.py has the parts. Triton's interpreter does not run Gluon: verified on a GPU only, and compiled everywhere.
 """
 
 import torch
@@ -32,7 +32,7 @@ from fast._triton.hopper_products import _fetch
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Config, Table, config
 
-# By M·N, so that few rows still make a tile for every SM; None: the portable kernel. An element's bits are the same in all of them.
+# By M·N, so that few rows still make a tile for every SM; None: the portable kernel. An element has the same bits in each.
 HOPPER = Table(
     "lora_linear_hopper",
     {
@@ -145,15 +145,15 @@ def _store(u, C, BIAS, PRE, OUT, buffer, m, first, N, ACTIVATION: gl.constexpr):
 # fmt: off
 @triton.jit
 def _lora_linear_widen(
-    X, stride_xi, stride_xr,      # [I, R]           in
-    OUT, stride_oi, stride_or,    # [I, PARTS · R]   out   hi | lo | hi, or hi | hi | lo where TWICE
-    I, R,
+    X, stride_xi, stride_xr,      # [L, R]           in
+    OUT, stride_oi, stride_or,    # [L, PARTS · R]   out   hi | lo | hi, or hi | hi | lo where TWICE
+    L, R,
     PARTS: tl.constexpr, TWICE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (offs_i < I)[:, None] & (offs_r < R)[None, :]
+    mask = (offs_i < L)[:, None] & (offs_r < R)[None, :]
     x = tl.load(X + offs_i[:, None] * stride_xi + offs_r[None, :] * stride_xr, mask=mask, other=0.0)
     hi, lo = split(x, OUT.dtype.element_ty)
     out = OUT + offs_i[:, None] * stride_oi + offs_r[None, :] * stride_or
@@ -164,15 +164,15 @@ def _lora_linear_widen(
 
 
 def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: bool = False) -> Tensor:
-    """x [I, R] as [I, parts · R] of dtype, the columns padded by zeros to whole 8s; with rows_last stored as [parts · R, I]."""
-    I, R = x.shape
+    """x [L, R] as [L, parts · R] of dtype, the columns padded by zeros to whole 8s; with rows_last stored as [parts · R, L]."""
+    L, R = x.shape
     width = cdiv(parts * R, 8) * 8
-    shape = (width, I) if rows_last else (I, width)
+    shape = (width, L) if rows_last else (L, width)
     stored = x.new_empty(shape, dtype=dtype) if width == parts * R else x.new_zeros(shape, dtype=dtype)
     out = stored.T if rows_last else stored
     block_r = min(64, triton.next_power_of_2(R))
     launch(
-        _lora_linear_widen, (cdiv(I, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), I, R,
+        _lora_linear_widen, (cdiv(L, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), L, R,
         PARTS=parts, TWICE=twice, BLOCK_I=32, BLOCK_R=block_r, num_warps=4,
     )  # fmt: skip
     return stored
@@ -214,7 +214,8 @@ def hopper_matmul(
     part = block_m // 2, block_n // 4
     launch(
         _lora_linear_hopper, (min(num_sms(a.device), cdiv(M, block_m) * cdiv(N, block_n)),), a.device,
-        descriptor(t_wide, block_m, block_k), descriptor(u_wide, *b_tile), descriptor(a, block_m, block_k), descriptor(b, *b_tile),
+        descriptor(t_wide, block_m, block_k), descriptor(u_wide, *b_tile),
+        descriptor(a, block_m, block_k), descriptor(b, *b_tile),
         c, bias, acc, descriptor(pre, *part), None if wide else descriptor(out, *part), out if wide else None,
         M, N, K1, K, ACTIVATION=activation, K_MAJOR=k_major, **tile.options,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The large product with an adapter inside: out = activation(c · (A·B + factor ∘ (T·U) + acc) + bias) in one pass over A, B and out.
+"""The large product with an adapter inside, in one pass: out = activation(c · (A·B + factor ∘ (T·U) + acc) + bias).
 
 Both directions are this kernel:    forward   A = x, B = Wᵀ, T = scale · S, U = lora_bᵀ
                                     dx        A = du, B = W, T = dS, U = lora_a, factor = dropout's mask / (1 − p)
-T·U comes first, into the accumulator that A·B is then added to: a second one would not fit beside it. T and U enter as hi + lo, as in
-fast/_lora_linear_skinny.py. On Hopper fast/_lora_linear_hopper.py is faster, where it can.
+T·U comes first, into the accumulator that A·B is then added to: a second one would not fit beside it. T and U enter as
+hi + lo, as in fast/_lora_linear_skinny.py. On Hopper fast/_lora_linear_hopper.py is faster, where it can.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _lora_linear_matmul(
             t_hi, t_lo = split(t, DOT)
             u_hi, u_lo = split(u, DOT)
             acc = tl.dot(t_hi, u_hi, acc, input_precision="ieee")
-            if DOT != tl.float32:
+            if tl.float32 != DOT:
                 acc = tl.dot(t_lo, u_hi, acc, input_precision="ieee")
                 if U.dtype.element_ty != DOT:
                     acc = tl.dot(t_hi, u_lo, acc, input_precision="ieee")
@@ -139,11 +139,11 @@ def matmul(
     pre: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """Write out [M, N], and pre [M, N] where given: a [M, K], b [K, N], t [M, R] fp32 of last stride 1, u [R, N]; acc fp32 [M, N], may be out."""
+    """Write out [M, N], and pre [M, N] where given: a [M, K], b [K, N], t [M, R] fp32, u [R, N], acc [M, N] fp32."""
     (M, K), N = a.shape, b.shape[1]
     if M == 0:
         return
-    if seed is None and adapter is None or c is None and seed is None:
+    if seed is None and (c is None or adapter is None):
         k_major = b.stride(0) == 1 and K > 1
         weight = b.T if k_major else b
         if tile := hopper_tile(a, weight, k_major):
@@ -156,7 +156,8 @@ def matmul(
     R = 0 if t is None else t.shape[1]
     launch(
         _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,
-        a, *a.stride(), b, *b.stride(), t, 0 if t is None else t.stride(0), u, *(u.stride() if u is not None else (0, 0)), seed, c, adapter, bias, acc, out, pre,
+        a, *a.stride(), b, *b.stride(), t, 0 if t is None else t.stride(0), u, *(u.stride() if u is not None else (0, 0)),
+        seed, c, adapter, bias, acc, out, pre,
         M, N, K, R, 1 if c is None else c.shape[0], threshold, keep_scale, ACTIVATION=activation,
         DOT={torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
         BLOCK_R=16 if R <= 16 else 32, **tile.options,

@@ -3,9 +3,9 @@
     P = Z · U    [M, R] for U [C, R]          S = x̃ · Aᵀ and dS = du · B
     Q = Zᵀ · V   [C, R] for V [M, R]          dA = (x̃ᵀ · dS)ᵀ and dB = duᵀ · S
 
-A program takes BLOCK_C columns of Z and ROWS of its rows, and reads each of their elements once, for both products. It leaves its
-addends of P and Q in fp32; `_lora_linear_sum` adds them in a fixed order, so no bit depends on which program came first. U and V may have
-more digits than Z: they enter as hi + lo, two numbers of Z's dtype, into one accumulator.
+A program takes BLOCK_C columns of Z and ROWS of its rows, and reads each of their elements once, for both products. It
+leaves its addends of P and Q in fp32; `_lora_linear_sum` adds them in a fixed order, whichever program came first.
+U and V may have more digits than Z: they enter as hi + lo, two numbers of Z's dtype, into one accumulator.
 """
 
 import torch
@@ -52,14 +52,16 @@ def _lora_linear_skinny(
     u_hi = tl.zeros([BLOCK_C, BLOCK_R], Z.dtype.element_ty)
     u_lo = u_hi
     if U is not None:
-        u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :] * stride_ur, mask=mask_c[:, None] & mask_r[None, :], other=0.0)
+        mask_u = mask_c[:, None] & mask_r[None, :]
+        u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :] * stride_ur, mask=mask_u, other=0.0)
         u_hi, u_lo = split(u, Z.dtype.element_ty)
     q = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
     first = pid_m.to(tl.int64) * ROWS
     for start in range(0, tl.minimum(ROWS, M - first), BLOCK_M):
         offs_m = first + start + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
-        z = tl.load(Z + offs_m[:, None] * stride_zm + offs_c[None, :] * stride_zc, mask=mask_m[:, None] & mask_c[None, :], other=0.0)
+        mask_z = mask_m[:, None] & mask_c[None, :]
+        z = tl.load(Z + offs_m[:, None] * stride_zm + offs_c[None, :] * stride_zc, mask=mask_z, other=0.0)
         if HAS_DROPOUT:
             z = tl.where(kept(tl.load(SEED), offs_m, pid_c * BLOCK_C, threshold, BLOCK_C), z, 0.0).to(z.dtype)
         ranks = offs_m[:, None] * R + offs_r[None, :]
@@ -90,24 +92,25 @@ def split(value, DTYPE: tl.constexpr):
 # fmt: off
 @triton.jit
 def _lora_linear_sum(
-    PARTS, stride_pp, stride_pi, # [parts, I, R]  in    fp32
-    OUT, stride_oi, stride_or, # [I, R]              out
+    PARTS, stride_pp, stride_pi, # [parts, L, R]  in    fp32
+    OUT, stride_oi, stride_or, # [L, R]              out
     SCALE,                     # [G]                 in    of each adapter, or None
-    ADAPTER,                   # [I]           in    int, of each row; what is none of the row's adapter becomes 0; or None
-    parts, I, R, rank, scale,
+    ADAPTER,                   # [L]           in    int, of each row; what is none of the row's adapter becomes 0; or None
+    parts, L, R, rank, scale,
     BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_i, mask_r = offs_i < I, offs_r < R
+    mask_i, mask_r = offs_i < L, offs_r < R
     mask = mask_i[:, None] & mask_r[None, :]
     offs_p = tl.arange(0, BLOCK_P).to(tl.int64)
     ptrs = PARTS + (offs_i[:, None] * stride_pi + offs_r[None, :])[None, :, :]
     acc = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
     for first in range(0, parts, BLOCK_P):
         part = first + offs_p
-        addends = tl.load(ptrs + (part * stride_pp)[:, None, None], mask=(part < parts)[:, None, None] & mask[None, :, :], other=0.0)
+        there = (part < parts)[:, None, None] & mask[None, :, :]
+        addends = tl.load(ptrs + (part * stride_pp)[:, None, None], mask=there, other=0.0)
         acc += tl.sum(addends, axis=0)
     owner = offs_r // rank
     if SCALE is None:
@@ -128,8 +131,8 @@ def skinny(
     threshold: int = 0,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and fp32 v [M, R], whose last stride is 1. With a seed
-    z's mask is applied first, and both results are multiplied by keep_scale."""
+    """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and v [M, R] (fp32, last stride 1).
+    With a seed z's mask is applied first, and both results are multiplied by keep_scale."""
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
@@ -153,14 +156,15 @@ def summed(
     scale: Tensor | float = 1.0,
     adapter: Tensor | None = None,
 ) -> Tensor:
-    """out [I, R] = scale · Σ parts [parts, I, R], rounded to its dtype; scale a number or [R / rank], adapter [I] or None."""
-    count, I, R = parts.shape
+    """out [L, R] = scale · Σ parts [parts, L, R], rounded to its dtype; scale a number or [R / rank], adapter [L] or None."""
+    count, L, R = parts.shape
     block_r = min(64, triton.next_power_of_2(R))
-    block_i = max(1, 256 // block_r)
+    block_i = max(1, (4096 if interpreting() else 256) // block_r)
     given = scale if isinstance(scale, Tensor) else None
     if out.numel():
         launch(
-            _lora_linear_sum, (cdiv(I, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(), given, adapter,
-            count, I, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
+            _lora_linear_sum, (cdiv(L, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(),
+            given, adapter,
+            count, L, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
     return out

@@ -5,16 +5,16 @@ Backward    dS = s·du·B;  dx = du·W + (dS·A)∘kept/(1 − p);  dA = dSᵀ·
 Saved       x, which the caller holds, and s·S [M, R] in fp32; u where an activation or a magnitude needs it
 Fusion      eager, bf16                                    here
             x ─┬─ W ───────────── base ─┐                  x ─ _lora_linear_skinny ─ S
-               └─ drop ─ A ─ B ─ · s ───┴ + ─ y            x, S ─ _lora_linear_matmul ─ y          (S·Bᵀ starts the accumulator)
-            passes beyond the product's own: 1 M·K + 6 M·N here 1 M·K; backward 5 M·K + 4 M·N, here M·K + M·N
-Floor       the plain product, and its 2·M·R·(K + N) FLOPs more: 0.8 % at K = N = 4096, R = 16. At M = 8192 the pass over x is 67 MB, 16 µs
-            at the rate of a copy, beside 0.27 TFLOP.
-Tiles       skinny: a program takes BLOCK_C columns of x (or du) and ROWS rows of it, and leaves parts that are summed in a fixed
-            order. matmul: a program takes BLOCK_M × BLOCK_N elements of y (or dx).
-Adapters    Several adapters in one batch lie side by side, as one of rank G·R; S is 0 where a row has another one. So rows need no order.
-Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): made anew in each of the three places that need it.
-Rounding    fp32 inside; S, dS, A and B enter 16-bit products as hi + lo. Rounded are y, dx and the gradients, and u and du with an
-            activation or a magnitude. fp32 products are IEEE.
+               └─ drop ─ A ─ B ─ · s ───┴ + ─ y            x, S ─ _lora_linear_matmul ─ y   (S·Bᵀ starts the accumulator)
+            passes beyond the product's own: M·K + 6 M·N forward, 5 M·K + 4 M·N backward; here M·K and M·K + M·N
+Floor       the plain product, and 2·M·R·(K + N) FLOPs more: 0.8 % at K = N = 4096, R = 16. At M = 8192 in bf16 the pass over x is
+            67 MB beside 0.27 TFLOP.
+Tiles       skinny: a program takes BLOCK_C columns of x (or du) and ROWS rows of it, and leaves parts that are summed in order.
+            matmul: a program takes BLOCK_M × BLOCK_N elements of y (or dx); on Hopper _lora_linear_hopper.
+Adapters    Several adapters in one batch lie side by side, as one of rank G·R; S is 0 where a row has another.
+Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): made anew in the three places that need it.
+Rounding    fp32 inside; S, dS, A and B enter 16-bit products as hi + lo. Rounded are y and the gradients, and with an activation
+            or a magnitude u and du. fp32 products are IEEE.
 Determinism no atomics; sums over programs are added in order. B = 0 gives the bits of the base layer in the same launch.
 Limits      fp32, fp16, bf16; ranks of all adapters together cost as one rank: 8 adapters of rank 16 as one of 128.
 """
@@ -183,8 +183,7 @@ _bwd_op = define(
 
 
 class _Call:
-    """What a stack of layers is called with besides tensors: factor and quantised weight of each layer (None: a tensor), dropout_p,
-    activation."""
+    """What a stack of layers is called with besides tensors: scale and quantised weight of each layer (None: a tensor)."""
 
     def __init__(self, factors: list[float], quantized: list[Any], dropout_p: float, activation: str | None):
         self.factors, self.quantized = factors, quantized
@@ -324,9 +323,10 @@ def lora_linear(
 ) -> Tensor:
     """y [*, N] of x [*, K]: `reference.lora_linear` with fused kernels; same arguments, result, rounding points and errors.
 
-    Saved for the backward pass: x, the operands and scale · S [M, R] in fp32; with an activation or a magnitude u as well. A frozen weight
-    costs no product. Under autocast x and a dense weight are cast to its dtype, adapters are not. A quantised weight is made
-    dense for the length of a product, in either direction. Differentiable twice; nothing is written to; the same bits from run to run.
+    Saved for the backward pass: x, the operands and scale · S [M, R] in fp32; with an activation or a magnitude u as well. A
+    frozen weight costs no product. Under autocast x and a dense weight are cast to its dtype, adapters are not. A quantised
+    weight is made dense for the length of a product, in either direction. Differentiable twice; nothing is written to; the
+    same bits from run to run.
     Raises TypeError for other dtypes, ValueError for tensors that are not on one CUDA device, shapes and options.
     """
     x, weight = _autocast(x, weight)
@@ -347,7 +347,7 @@ def lora_qkv(
     seed: int | Tensor | None = None,
     adapter: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(q, k, v) of one x: `reference.lora_qkv` with fused kernels; one pass over x for every S, one for every dA, dx written once.
+    """(q, k, v) of one x: `reference.lora_qkv` with fused kernels; one pass over x for all S, one for all dA, one dx.
 
     Saved and raised as by lora_linear; x is saved once.
     """

@@ -8,14 +8,15 @@ Dimension key: M tokens (the product of all leading dims), N out features, K in 
     c = magnitude / ‖W + scale · B · A‖_row     1 without magnitude; the norm is a constant of the gradient
     y = round(activation(c · u + bias))
 
-magnitude: DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353. With `adapter` each row m has its own A, B, scale and c, those of
-adapter[m]; a number that is none of 0 … G − 1 (−1 by convention) means no adapter: u = x · Wᵀ, c = 1.
+magnitude: DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353. With `adapter` each row m has A, B, scale and c of its
+own, those of adapter[m]; what is none of 0 … G − 1 (−1 by convention) means no adapter: u = x · Wᵀ, c = 1.
 
 lora_qkv is several such layers on one x; lora_swiglu_mlp puts swiglu between (gate, up) and down.
 
 Where values are rounded (everything else is computed in fp32, or float64 where an input is float64): y, to x's dtype; in
 backward with an activation or magnitude, u where it is saved and du where it is multiplied, to x's dtype; each gradient once, to
-its argument's dtype. S and dS are not rounded to 16 bits: where x has 16, they, A and B enter products as a sum of two 16-bit numbers.
+its argument's dtype. S and dS keep more than 16 bits: where x has 16, they, A and B enter products as a sum of two 16-bit
+numbers.
 The dtype rule: y has x's dtype; weight, A and B may have any.
 """
 
@@ -70,12 +71,12 @@ def lora_linear(
 ) -> Tensor:
     """y [*, N] of x [*, K], weight [N, K] (a tensor, an NF4Weight or a FakeQuantWeight), lora_a [R, K] and lora_b [N, R].
 
-    scale: a number or a tensor of one element (alpha/R, or alpha/√R for rsLoRA), without a gradient. bias [N]. dropout_p in [0, 1): of
-    x on the adapter's path. seed: int64, a number or a tensor of one element, of the mask; drawn from torch's generator when
-    None. magnitude [N]. activation: "silu" of all that. adapter: integers [*], the adapter of each row, −1 for none; then
-    lora_a [G, R, K], lora_b [G, N, R], magnitude [G, N] and scale a number or [G].
-    Raises TypeError for what is no floating-point tensor and an option of a wrong type; ValueError for a shape, device or value that
-    is not allowed.
+    scale: a number or a tensor of one element (alpha/R, or alpha/√R for rsLoRA), without a gradient. bias [N]. dropout_p in
+    [0, 1): of x on the adapter's path. seed: int64, a number or a tensor of one element, of the mask; drawn from torch's
+    generator when None. magnitude [N]. activation: "silu" of all that. adapter: integers [*], the adapter of each row, −1 for
+    none; then lora_a [G, R, K], lora_b [G, N, R], magnitude [G, N] and scale a number or [G].
+    Raises TypeError for what is no floating-point tensor and an option of a wrong type; ValueError for a shape, device or value
+    that is not allowed.
     """
     check_lora_linear(x, weight, lora_a, lora_b, scale, bias, dropout_p, seed, magnitude, adapter, activation)
     parts = _parts(x, weight, lora_a, lora_b, scale, dropout_p, seed, adapter)
@@ -87,8 +88,8 @@ def lora_linear(
 
 
 class _Parts(NamedTuple):
-    """The operands of u in the dtype to compute in: x, x̃ [M, K], w [N, K], a [G, R, K], b [G, N, R], s [G], rows [M, G] of 0 and 1;
-    factor [M, K] of x̃, None without dropout."""
+    """The operands of u in the dtype to compute in: x, x̃ [M, K], w [N, K], a [G, R, K], b [G, N, R], s [G], rows [M, G] of 0 and
+    1; factor [M, K] of x̃, None without dropout."""
 
     x: Tensor
     dropped: Tensor
@@ -236,8 +237,8 @@ def lora_swiglu_mlp(
 ) -> Tensor:
     """The gated MLP of adapted layers: y = down(swiglu(gate(x), up(x))); weights, adapters and biases as (gate, up, down).
 
-    gate, up and h are rounded to x's dtype, as in swiglu_mlp. down drops other elements than gate and up do: its seed is seed + 1.
-    activation: as swiglu's.
+    gate, up and h are rounded to x's dtype, as in swiglu_mlp. down drops other elements than gate and up do: its seed is
+    seed + 1. activation: as swiglu's.
     """
     biases = check_lora_qkv("lora_swiglu_mlp", weights, adapters, biases, count=3)
     seed = seed_tensor(seed, x.device) if dropout_p else None
@@ -285,8 +286,8 @@ def lora_linear_cost(
     adapter: Tensor | None = None,
     activation: str | None = None,
 ) -> Cost:
-    """Only shapes and dtypes are read. The weight counts as frozen. Saved: x, which the caller keeps, S in fp32, and u where backward
-    needs it."""
+    """Only shapes and dtypes are read. The weight counts as frozen. Saved: x, which the caller keeps, S in fp32, and u where
+    backward needs it."""
     K, N = x.shape[-1], weight.shape[0]
     M, rank = x.numel() // max(1, K), lora_a.numel() // max(1, K)
     small, y = nbytes(lora_a, lora_b, bias, magnitude), M * N * x.element_size()
@@ -355,12 +356,11 @@ def check_lora_linear(
             )
     elif seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"{name}: seed must be an int, a tensor or None, got {seed!r}")
-    if adapter is not None:
-        if adapter.shape != x.shape[:-1] or adapter.device != x.device:
-            raise ValueError(
-                f"{name}: adapter must have shape {list(x.shape[:-1])} on {x.device}, "
-                f"got {list(adapter.shape)} on {adapter.device}"
-            )
+    if adapter is not None and (adapter.shape != x.shape[:-1] or adapter.device != x.device):
+        raise ValueError(
+            f"{name}: adapter must have shape {list(x.shape[:-1])} on {x.device}, "
+            f"got {list(adapter.shape)} on {adapter.device}"
+        )
     if activation not in (None, "silu"):
         raise ValueError(f"{name}: activation must be None or 'silu', got {activation!r}")
 
