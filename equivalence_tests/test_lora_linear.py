@@ -125,11 +125,12 @@ def layer(
     ]
 
 
-def results(function, tensors: list[Tensor], **options) -> list[Tensor]:
+def results(function, tensors: list[Tensor], dy: Tensor | None = None, **options) -> list[Tensor]:
     """y and the gradients of what requires them."""
     y = function(*tensors, **options)
+    dy = draw(*y.shape, dtype=y.dtype, seed=9).detach() if dy is None else dy.to(y.dtype)
     given = [t for t in (*tensors, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
-    return [y, *torch.autograd.grad(y, given, draw(*y.shape, dtype=y.dtype, seed=9).detach())]
+    return [y, *torch.autograd.grad(y, given, dy)]
 
 
 def near(got: list[Tensor], wanted: list[Tensor], tolerance: float = 2**-18) -> None:

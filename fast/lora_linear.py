@@ -51,6 +51,7 @@ from reference.lora_linear import (
     no_adapter,
     seed_tensor,
 )
+from reference.quantized_weights import FakeQuantWeight
 
 __all__ = ["HOPPER", "MATMUL", "SKINNY", "Adapter", "lora_linear", "lora_qkv", "lora_swiglu_mlp"]
 
@@ -210,14 +211,14 @@ class _LoraStack(Function):
         found = _fwd_op(*call.operands(x, seed, adapter, tensors), True)
         count = len(call.factors)
         ctx.call = call
-        ctx.save_for_backward(x, seed, adapter, *tensors, *found[count:])
+        ctx.save_for_backward(x, seed, adapter, *tensors, *map(_given, found[count:]))
         ctx.set_materialize_grads(False)
         return tuple(found[:count])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         count, (x, seed, adapter, *others) = len(dys), ctx.saved_tensors
-        tensors, saved = others[: 6 * count], others[6 * count :]
+        tensors, saved = others[: 6 * count], [_full(x, t) for t in others[6 * count :]]
         wanted = ctx.needs_input_grad
         needed = [wanted[1], *(wanted[4 + 6 * i + k] for i in range(count) for k in (0, 1, 2, 4, 5))]
         if torch.is_grad_enabled():
@@ -273,7 +274,7 @@ def _stack(
     """y [*, N] of each layer (weight, lora_a, lora_b, scale, bias, magnitude), lora_a and lora_b None for none."""
     tensors, factors, quantized = [], [], []
     for weight, a, b, scale, bias, magnitude in layers:
-        if not isinstance(weight, Tensor) and getattr(weight, "requires_grad", False):
+        if isinstance(weight, FakeQuantWeight) and weight.w.requires_grad:
             weight = weight.dequantize()  # the master's gradient flows through it
         dense = isinstance(weight, Tensor)
         a, b = (t if t is None or t.dim() == 3 else t[None] for t in (a, b))

@@ -78,7 +78,9 @@ class Operation:
 def operations() -> list[Operation]:
     """Every public function of `reference` that has an error majorant, in its order. Classes, and functions that are composed of
     others (lora_qkv of lora_linear), are judged by tests of their own."""
-    found = (Operation(getattr(reference, name).__module__.rsplit(".")[-1], name) for name in reference.__all__)
+    found = (
+        Operation(getattr(reference, name).__module__.rsplit(".")[-1], name) for name in reference.__all__
+    )
     return [o for o in found if hasattr(o.module, f"{o.function}_majorant")]
 
 
