@@ -145,15 +145,15 @@ def _store(u, C, BIAS, PRE, OUT, buffer, m, first, N, ACTIVATION: gl.constexpr):
 # fmt: off
 @triton.jit
 def _lora_linear_widen(
-    X, stride_xi, stride_xr,      # [L, R]           in
-    OUT, stride_oi, stride_or,    # [L, PARTS · R]   out   hi | lo | hi, or hi | hi | lo where TWICE
-    L, R,
+    X, stride_xi, stride_xr,      # [rows, R]           in
+    OUT, stride_oi, stride_or,    # [rows, PARTS · R]   out   hi | lo | hi, or hi | hi | lo where TWICE
+    rows, R,
     PARTS: tl.constexpr, TWICE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (offs_i < L)[:, None] & (offs_r < R)[None, :]
+    mask = (offs_i < rows)[:, None] & (offs_r < R)[None, :]
     x = tl.load(X + offs_i[:, None] * stride_xi + offs_r[None, :] * stride_xr, mask=mask, other=0.0)
     hi, lo = split(x, OUT.dtype.element_ty)
     out = OUT + offs_i[:, None] * stride_oi + offs_r[None, :] * stride_or
@@ -164,15 +164,15 @@ def _lora_linear_widen(
 
 
 def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: bool = False) -> Tensor:
-    """x [L, R] as [L, parts · R] of dtype, the columns padded by zeros to whole 8s; with rows_last stored as [parts · R, L]."""
-    L, R = x.shape
+    """x [rows, R] as [rows, parts · R] of dtype, columns padded by zeros to whole 8s; stored transposed with rows_last."""
+    rows, R = x.shape
     width = cdiv(parts * R, 8) * 8
-    shape = (width, L) if rows_last else (L, width)
+    shape = (width, rows) if rows_last else (rows, width)
     stored = x.new_empty(shape, dtype=dtype) if width == parts * R else x.new_zeros(shape, dtype=dtype)
     out = stored.T if rows_last else stored
     block_r = min(64, triton.next_power_of_2(R))
     launch(
-        _lora_linear_widen, (cdiv(L, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), L, R,
+        _lora_linear_widen, (cdiv(rows, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), rows, R,
         PARTS=parts, TWICE=twice, BLOCK_I=32, BLOCK_R=block_r, num_warps=4,
     )  # fmt: skip
     return stored

@@ -92,17 +92,17 @@ def split(value, DTYPE: tl.constexpr):
 # fmt: off
 @triton.jit
 def _lora_linear_sum(
-    PARTS, stride_pp, stride_pi, # [parts, L, R]  in    fp32
-    OUT, stride_oi, stride_or, # [L, R]              out
-    SCALE,                     # [G]                 in    of each adapter, or None
-    ADAPTER,                   # [L]           in    int, of each row; what is none of the row's adapter becomes 0; or None
-    parts, L, R, rank, scale,
+    PARTS, stride_pp, stride_pi,  # [parts, rows, R]  in    fp32
+    OUT, stride_oi, stride_or,    # [rows, R]         out
+    SCALE,                        # [G]               in    of each adapter, or None
+    ADAPTER,                      # [rows]            in    int; what is not of the row's adapter becomes 0; or None
+    parts, rows, R, rank, scale,
     BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_i, mask_r = offs_i < L, offs_r < R
+    mask_i, mask_r = offs_i < rows, offs_r < R
     mask = mask_i[:, None] & mask_r[None, :]
     offs_p = tl.arange(0, BLOCK_P).to(tl.int64)
     ptrs = PARTS + (offs_i[:, None] * stride_pi + offs_r[None, :])[None, :, :]
@@ -156,15 +156,15 @@ def summed(
     scale: Tensor | float = 1.0,
     adapter: Tensor | None = None,
 ) -> Tensor:
-    """out [L, R] = scale · Σ parts [parts, L, R], rounded to its dtype; scale a number or [R / rank], adapter [L] or None."""
-    count, L, R = parts.shape
+    """out [rows, R] = scale · Σ parts [parts, rows, R], rounded; scale a number or [R / rank], adapter [rows]."""
+    count, rows, R = parts.shape
     block_r = min(64, triton.next_power_of_2(R))
     block_i = max(1, (4096 if interpreting() else 256) // block_r)
     given = scale if isinstance(scale, Tensor) else None
     if out.numel():
         launch(
-            _lora_linear_sum, (cdiv(L, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(),
+            _lora_linear_sum, (cdiv(rows, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(),
             given, adapter,
-            count, L, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
+            count, rows, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
     return out
