@@ -310,7 +310,7 @@ NOTES = {
 
 
 def ladders() -> tuple[Ladder, Ladder]:
-    """Both directions, each from separate eager operations to what `fast` does. The base is frozen, the rank 16; adapters have x's
+    """Both directions, each from separate eager operations to what `fast` does. Base frozen, rank 16; adapters have x's
     dtype, because a step's outputs share one.
     """
     from experiments import _lora_linear_steps as steps
