@@ -8,8 +8,10 @@ from torch import Tensor
 from fast._lora_linear_matmul import affine, row_scale
 from fast._lora_linear_skinny import skinny, summed
 from fast._triton.launch import cdiv, launch
+from fast._triton.tuning import Table, config
 
-_BLOCK_M, _BLOCK_N, _ROWS = 8, 64, 256
+# One form for all shapes.
+EPILOGUE = Table("lora_linear_epilogue", {80: [(1, config(BLOCK_M=8, BLOCK_N=64, ROWS=256, num_warps=4))]})
 
 
 # fmt: off
@@ -73,13 +75,15 @@ def bwd_epilogue(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """du [M, N] in u's dtype, Σ dz [N] and Σ dz · u [G, N] in fp32 where needed."""
     M, N = u.shape
-    parts, G, du = max(1, cdiv(M, _ROWS)), 1 if c is None else c.shape[0], torch.empty_like(u)
+    tile = EPILOGUE.pick(N, u.device)
+    parts, G, du = max(1, cdiv(M, tile["ROWS"])), 1 if c is None else c.shape[0], torch.empty_like(u)
     dbias = u.new_zeros(parts, N, dtype=torch.float32) if need_bias else None
     dc = u.new_zeros(parts, G, N, dtype=torch.float32) if need_c else None
     if M:
         launch(
-            _lora_linear_bwd_epilogue, (parts, cdiv(N, _BLOCK_N)), u.device, dy, *dy.stride(), u, c, adapter, bias, du, dbias, dc,
-            M, N, G, ACTIVATION=activation, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, ROWS=_ROWS, num_warps=4,
+            _lora_linear_bwd_epilogue, (parts, cdiv(N, tile["BLOCK_N"])), u.device,
+            dy, *dy.stride(), u, c, adapter, bias, du, dbias, dc,
+            M, N, G, ACTIVATION=activation, **tile.options,
         )  # fmt: skip
     return du, *(None if t is None else t.sum(0) for t in (dbias, dc))
 

@@ -45,6 +45,15 @@ HOPPER = Table(
         100: [(1, None)],
     },
 )
+WIDEN = Table(
+    "lora_linear_widen",
+    {
+        80: [
+            (16, config(BLOCK_I=32, BLOCK_R=16, num_warps=4)),
+            (256, config(BLOCK_I=32, BLOCK_R=64, num_warps=4)),
+        ]
+    },
+)
 
 
 # fmt: off
@@ -154,9 +163,9 @@ def _lora_linear_widen(
     offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = (offs_i < rows)[:, None] & (offs_r < R)[None, :]
-    x = tl.load(X + offs_i[:, None] * stride_xi + offs_r[None, :] * stride_xr, mask=mask, other=0.0)
+    x = tl.load(X + offs_i[:, None] * stride_xi + offs_r[None, :].to(tl.int64) * stride_xr, mask=mask, other=0.0)
     hi, lo = split(x, OUT.dtype.element_ty)
-    out = OUT + offs_i[:, None] * stride_oi + offs_r[None, :] * stride_or
+    out = OUT + offs_i[:, None] * stride_oi + offs_r[None, :].to(tl.int64) * stride_or
     tl.store(out, hi, mask=mask)
     tl.store(out + R * stride_or, hi if TWICE else lo, mask=mask)
     if PARTS == 3:
@@ -170,10 +179,10 @@ def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: b
     shape = (width, rows) if rows_last else (rows, width)
     stored = x.new_empty(shape, dtype=dtype) if width == parts * R else x.new_zeros(shape, dtype=dtype)
     out = stored.T if rows_last else stored
-    block_r = min(64, triton.next_power_of_2(R))
+    tile = WIDEN.pick(R, x.device)
     launch(
-        _lora_linear_widen, (cdiv(rows, 32), cdiv(R, block_r)), x.device, x, *x.stride(), out, *out.stride(), rows, R,
-        PARTS=parts, TWICE=twice, BLOCK_I=32, BLOCK_R=block_r, num_warps=4,
+        _lora_linear_widen, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), x.device,
+        x, *x.stride(), out, *out.stride(), rows, R, PARTS=parts, TWICE=twice, **tile.options,
     )  # fmt: skip
     return stored
 

@@ -13,27 +13,39 @@ from torch import Tensor
 
 from fast._lora_linear_hopper import hopper_matmul, hopper_tile
 from fast._lora_linear_skinny import split
-from fast._triton.device import interpreting
 from fast._triton.dropout import kept
 from fast._triton.gemm import grouped_tile
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
 
-# By K.
+# By K; SCALED where there is a magnitude, whose rows of c need registers.
+_SMALL = config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2)
 MATMUL = Table(
     "lora_linear_matmul",
     {
         80: [
-            (64, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2)),
-            (2**31, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
+            (64, _SMALL),
+            (65, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
         ],
         90: [
-            (64, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2)),
-            (2**31, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)),
+            (64, _SMALL),
+            (65, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)),
         ],
     },
 )
-FP32 = config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=2)
+MATMUL_SCALED = Table(
+    "lora_linear_matmul_scaled",
+    {
+        80: [
+            (64, _SMALL),
+            (65, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
+        ]
+    },
+)
+MATMUL_FP32 = Table(
+    "lora_linear_matmul_fp32",
+    {80: [(1, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=2))]},
+)
 
 
 # fmt: off
@@ -83,7 +95,7 @@ def _lora_linear_matmul(
     places = offs_m[:, None] * N + offs_n[None, :]
     if ACC is not None:
         acc += tl.load(ACC + places, mask=mask, other=0.0)
-    a_ptrs = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    a_ptrs = A + offs_m[:, None] * stride_am + offs_k[None, :].to(tl.int64) * stride_ak
     b_ptrs = B + offs_k[:, None].to(tl.int64) * stride_bk + offs_n[None, :] * stride_bn
     done = tl.zeros((), tl.int64)
     for k in range(0, K, BLOCK_K):
@@ -152,7 +164,8 @@ def matmul(
                           activation=activation)  # fmt: skip
             return
     dot = torch.promote_types(a.dtype, b.dtype)
-    tile = FP32 if dot == torch.float32 and not interpreting() else MATMUL.pick(K, a.device)
+    table = MATMUL_FP32 if dot == torch.float32 else MATMUL if c is None else MATMUL_SCALED
+    tile = table.pick(K, a.device)
     R = 0 if t is None else t.shape[1]
     launch(
         _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,

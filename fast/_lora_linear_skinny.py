@@ -13,23 +13,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fast._triton.device import interpreting
 from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
 
-# By the rank over all adapters.
+# By the rank over all adapters. RAGGED where rows of Z are not aligned: there tiles of 128 columns would spill.
 SKINNY = Table(
     "lora_linear_skinny",
     {
         80: [
-            (16, config(BLOCK_M=64, BLOCK_C=256, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
-            (32, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
-            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=4, num_stages=3)),
+            (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=256, num_warps=4, num_stages=3)),
+            (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
+            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
         ],
     },
 )
-FP32 = config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=2)
+SKINNY_RAGGED = Table(
+    "lora_linear_skinny_ragged",
+    {
+        80: [
+            (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=512, num_warps=8, num_stages=3)),
+            (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
+            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
+        ],
+    },
+)
+SKINNY_FP32 = Table(
+    "lora_linear_skinny_fp32",
+    {80: [(256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=2))]},
+)
+SUM = Table(
+    "lora_linear_sum",
+    {
+        80: [
+            (16, config(BLOCK_P=16, BLOCK_I=16, BLOCK_R=16, num_warps=4)),
+            (256, config(BLOCK_P=16, BLOCK_I=4, BLOCK_R=64, num_warps=4)),
+        ],
+    },
+)
 
 
 # fmt: off
@@ -53,7 +74,7 @@ def _lora_linear_skinny(
     u_lo = u_hi
     if U is not None:
         mask_u = mask_c[:, None] & mask_r[None, :]
-        u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :] * stride_ur, mask=mask_u, other=0.0)
+        u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :].to(tl.int64) * stride_ur, mask=mask_u, other=0.0)
         u_hi, u_lo = split(u, Z.dtype.element_ty)
     q = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
     first = pid_m.to(tl.int64) * ROWS
@@ -120,7 +141,7 @@ def _lora_linear_sum(
     if ADAPTER is not None:
         own = tl.load(ADAPTER + offs_i, mask=mask_i, other=-1)
         acc = tl.where(own[:, None] == owner[None, :], acc, 0.0)
-    tl.store(OUT + offs_i[:, None] * stride_oi + offs_r[None, :] * stride_or, acc.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(OUT + offs_i[:, None] * stride_oi + offs_r[None, :].to(tl.int64) * stride_or, acc.to(OUT.dtype.element_ty), mask=mask)
 
 
 def skinny(
@@ -131,12 +152,14 @@ def skinny(
     threshold: int = 0,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and v [M, R] (fp32, last stride 1).
+    """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and v [M, R] (fp32).
     With a seed z's mask is applied first, and both results are multiplied by keep_scale."""
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
-    tile = FP32 if z.dtype == torch.float32 and not interpreting() else SKINNY.pick(R, z.device)
+    ragged = z.data_ptr() % 16 or any(stride % 16 for stride in z.stride() if stride != 1)
+    table = SKINNY_FP32 if z.dtype == torch.float32 else SKINNY_RAGGED if ragged else SKINNY
+    tile = table.pick(R, z.device)
     grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])
     p = None if u is None else z.new_empty(grid[0], M, R, dtype=torch.float32)
     q = None if v is None else z.new_empty(grid[1], C, R, dtype=torch.float32)
@@ -158,13 +181,12 @@ def summed(
 ) -> Tensor:
     """out [rows, R] = scale · Σ parts [parts, rows, R], rounded; scale a number or [R / rank], adapter [rows]."""
     count, rows, R = parts.shape
-    block_r = min(64, triton.next_power_of_2(R))
-    block_i = max(1, (4096 if interpreting() else 256) // block_r)
+    tile = SUM.pick(R, out.device)
     given = scale if isinstance(scale, Tensor) else None
     if out.numel():
         launch(
-            _lora_linear_sum, (cdiv(rows, block_i), cdiv(R, block_r)), out.device, parts, *parts.stride()[:2], out, *out.stride(),
-            given, adapter,
-            count, rows, R, rank, 1.0 if given is not None else scale, BLOCK_P=16, BLOCK_I=block_i, BLOCK_R=block_r, num_warps=4,
+            _lora_linear_sum, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), out.device,
+            parts, *parts.stride()[:2], out, *out.stride(), given, adapter,
+            count, rows, R, rank, 1.0 if given is not None else scale, **tile.options,
         )  # fmt: skip
     return out

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fast._lora_linear_hopper import HOPPER
-from fast._lora_linear_matmul import MATMUL
-from fast._lora_linear_skinny import SKINNY
+from fast._lora_linear_epilogue import EPILOGUE
+from fast._lora_linear_hopper import HOPPER, WIDEN
+from fast._lora_linear_matmul import MATMUL, MATMUL_FP32, MATMUL_SCALED
+from fast._lora_linear_skinny import SKINNY, SKINNY_FP32, SKINNY_RAGGED, SUM
 from fast._lora_linear_stack import Dropout, Layer, Saved, stack_bwd, stack_fwd
 from fast._triton.launch import check_supported
 from fast._triton.registration import define
@@ -53,7 +54,22 @@ from reference.lora_linear import (
 )
 from reference.quantized_weights import FakeQuantWeight
 
-__all__ = ["HOPPER", "MATMUL", "SKINNY", "Adapter", "lora_linear", "lora_qkv", "lora_swiglu_mlp"]
+__all__ = [
+    "EPILOGUE",
+    "HOPPER",
+    "MATMUL",
+    "MATMUL_FP32",
+    "MATMUL_SCALED",
+    "SKINNY",
+    "SKINNY_FP32",
+    "SKINNY_RAGGED",
+    "SUM",
+    "WIDEN",
+    "Adapter",
+    "lora_linear",
+    "lora_qkv",
+    "lora_swiglu_mlp",
+]
 
 # One list entry for each layer; what a layer lacks is an empty tensor, and what all lack an empty list.
 _LAYERS = (
@@ -285,7 +301,7 @@ def _stack(
         tensors += [weight if dense else None, a, b, per_adapter, bias, magnitude]
         factors.append(1.0 if on_device else float(scale))
         quantized.append(None if dense else weight)
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
     seed = seed_tensor(seed, x.device) if dropout_p else None
     call = _Call(factors, quantized, float(dropout_p), activation)
     given = rows, seed, None if adapter is None else adapter.reshape(-1).contiguous(), *tensors
@@ -293,7 +309,7 @@ def _stack(
         ys = _LoraStack.apply(call, *given)
     else:
         ys = _fwd_op(*call.operands(*given[:3], tensors), False)[: len(factors)]
-    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+    return tuple(ys) if x.dim() == 2 else tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
 def _autocast(x: Tensor, weight: Any) -> tuple[Tensor, Any]:

@@ -25,11 +25,16 @@ def quantised(groups: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tenso
 def scale_and_zero(groups: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     """The step of each group and the level that stands for 0, [*, 1]."""
     if symmetric:
-        scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+        scale = _divided(groups.abs().amax(-1, keepdim=True), 2 ** (bits - 1) - 0.5)
         return scale.clamp(min=TINY), torch.zeros_like(scale)
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
-    scale, lo = ((high - low) / (2**bits - 1)).clamp(min=TINY), -(2 ** (bits - 1))
+    scale, lo = _divided(high - low, 2**bits - 1).clamp(min=TINY), -(2 ** (bits - 1))
     return scale, (lo - torch.round(low / scale)).clamp(lo, -lo - 1)
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. On a GPU torch multiplies by the reciprocal of a Python number, which is not that."""
+    return x / torch.full_like(x, number)
 
 
 def check_fake_quantize(
