@@ -141,7 +141,8 @@ def _lora_linear_sum(
     if ADAPTER is not None:
         own = tl.load(ADAPTER + offs_i, mask=mask_i, other=-1)
         acc = tl.where(own[:, None] == owner[None, :], acc, 0.0)
-    tl.store(OUT + offs_i[:, None] * stride_oi + offs_r[None, :].to(tl.int64) * stride_or, acc.to(OUT.dtype.element_ty), mask=mask)
+    out_ptrs = OUT + offs_i[:, None] * stride_oi + offs_r[None, :].to(tl.int64) * stride_or
+    tl.store(out_ptrs, acc.to(OUT.dtype.element_ty), mask=mask)
 
 
 def skinny(
