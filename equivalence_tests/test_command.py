@@ -109,7 +109,7 @@ def test_a_mismatch_is_shrunk_told_saved_and_replayed(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["no_such_op"], "OP must be some of rms_norm"),
+        (["no_such_op"], "OP must be some of "),
         (["--dtype", "fp8"], "--dtype must be some of fp32, bf16, fp16, got fp8"),
         (["--profile", "slow"], "--profile must be one of quick, ci, gpu, deep"),
         (
@@ -121,7 +121,7 @@ def test_a_mismatch_is_shrunk_told_saved_and_replayed(tmp_path: Path, capsys: py
         (["rms_norm", "--impl", ":f"], "cannot be imported"),
         (["rms_norm", "--impl", "math:no_such_function"], "math has no no_such_function"),
         (["rms_norm", "--impl", "math:pi"], "not callable"),
-        (["--impl", "math:pi"], "is one function; name the operation, one of rms_norm, swiglu, swiglu_mlp"),
+        (["--impl", "math:pi"], "is one function; name the operation, one of "),
         (["swiglu", "--impl", "transformers"], "--impl transformers has no swiglu"),
         (["--json", "no/such/directory/r.json"], "cannot be written"),
         (["--html", "."], "is a directory"),

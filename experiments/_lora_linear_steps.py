@@ -94,12 +94,12 @@ def one_pass_over_dy(
     dy: Tensor, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, t: Tensor, **_: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     R = len(lora_a)
-    parts, sums = skinny(dy, lora_b, t)
-    ds = summed(parts, torch.empty_like(t), R, scale.reshape(1))
-    db = summed(sums, torch.empty_like(lora_b), R)
-    _, sums = skinny(x, None, ds)
+    parts, sums = skinny(dy, lora_b, t, x.device)
+    ds = summed(parts, torch.empty_like(t), R, x.device, scale.reshape(1))
+    db = summed(sums, torch.empty_like(lora_b), R, x.device)
+    _, sums = skinny(x, None, ds, x.device)
     da = torch.empty_like(lora_a)
-    summed(sums, da.T, R)
+    summed(sums, da.T, R, x.device)
     return _dx_added_in_place(dy, weight, lora_a, ds), da, db
 
 

@@ -72,28 +72,31 @@ def bwd_epilogue(
     activation: str | None,
     need_bias: bool,
     need_c: bool,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """du [M, N] in u's dtype, Σ dz [N] and Σ dz · u [G, N] in fp32 where needed."""
     M, N = u.shape
-    tile = EPILOGUE.pick(N, u.device)
+    tile = EPILOGUE.pick(N, device)
     parts, G, du = max(1, cdiv(M, tile["ROWS"])), 1 if c is None else c.shape[0], torch.empty_like(u)
     dbias = u.new_zeros(parts, N, dtype=torch.float32) if need_bias else None
     dc = u.new_zeros(parts, G, N, dtype=torch.float32) if need_c else None
     if M:
         launch(
-            _lora_linear_bwd_epilogue, (parts, cdiv(N, tile["BLOCK_N"])), u.device,
+            _lora_linear_bwd_epilogue, (parts, cdiv(N, tile["BLOCK_N"])), device,
             dy, *dy.stride(), u, c, adapter, bias, du, dbias, dc,
             M, N, G, ACTIVATION=activation, **tile.options,
         )  # fmt: skip
     return du, *(None if t is None else t.sum(0) for t in (dbias, dc))
 
 
-def weight_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor | float) -> Tensor:
+def weight_norms(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor | float, device: torch.device
+) -> Tensor:
     """‖W + scale · B · A‖ of each row and adapter, [G, N] fp32, without a matrix of W's size:
     ‖W‖² + Σ_r B · (2 · scale · W·Aᵀ + scale² · B·(A·Aᵀ))."""
     G, R, K = lora_a.shape
-    parts, _ = skinny(weight, lora_a.reshape(G * R, K).T, None)
-    across = summed(parts, weight.new_empty(len(weight), G * R, dtype=torch.float32), R)
+    parts, _ = skinny(weight, lora_a.reshape(G * R, K).T, None, device)
+    across = summed(parts, weight.new_empty(len(weight), G * R, dtype=torch.float32), R, device)
     across = across.view(-1, G, R).transpose(0, 1).double()
     a, b = lora_a.double(), lora_b.double()
     s = scale.double().reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale

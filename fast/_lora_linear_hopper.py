@@ -172,25 +172,27 @@ def _lora_linear_widen(
         tl.store(out + 2 * R * stride_or, lo if TWICE else hi, mask=mask)
 
 
-def widened(x: Tensor, dtype: torch.dtype, parts: int, twice: bool, rows_last: bool = False) -> Tensor:
+def widened(
+    x: Tensor, dtype: torch.dtype, parts: int, twice: bool, device: torch.device, rows_last: bool = False
+) -> Tensor:
     """x [rows, R] as [rows, parts · R] of dtype, columns padded by zeros to whole 8s; stored transposed with rows_last."""
     rows, R = x.shape
     width = cdiv(parts * R, 8) * 8
     shape = (width, rows) if rows_last else (rows, width)
     stored = x.new_empty(shape, dtype=dtype) if width == parts * R else x.new_zeros(shape, dtype=dtype)
     out = stored.T if rows_last else stored
-    tile = WIDEN.pick(R, x.device)
+    tile = WIDEN.pick(R, device)
     launch(
-        _lora_linear_widen, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), x.device,
+        _lora_linear_widen, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), device,
         x, *x.stride(), out, *out.stride(), rows, R, PARTS=parts, TWICE=twice, **tile.options,
     )  # fmt: skip
     return stored
 
 
-def hopper_tile(a: Tensor, b: Tensor, k_major: bool) -> Config | None:
+def hopper_tile(a: Tensor, b: Tensor, k_major: bool, device: torch.device) -> Config | None:
     """The configuration for a [M, K] · b [K, N] ([N, K] with k_major); None: not this kernel."""
     N = b.shape[0] if k_major else b.shape[1]
-    tile = HOPPER.pick(a.shape[0] * N, a.device)
+    tile = HOPPER.pick(a.shape[0] * N, device)
     return tile if tile is not None and N % 8 == 0 and addressable(a, b) else None
 
 
@@ -200,6 +202,7 @@ def hopper_matmul(
     t: Tensor | None,
     u: Tensor | None,
     out: Tensor,
+    device: torch.device,
     tile: Config,
     *,
     k_major: bool,
@@ -216,13 +219,13 @@ def hopper_matmul(
     t_wide, u_wide, K1 = a, b, 0
     if t is not None:
         parts = 2 if u.dtype == a.dtype else 3
-        t_wide = widened(t, a.dtype, parts, twice=False)
-        u_wide = widened(u if k_major else u.T, a.dtype, parts, twice=True, rows_last=not k_major)
+        t_wide = widened(t, a.dtype, parts, twice=False, device=device)
+        u_wide = widened(u if k_major else u.T, a.dtype, parts, twice=True, device=device, rows_last=not k_major)
         K1 = t_wide.shape[1]
     wide = out.dtype == torch.float32
     part = block_m // 2, block_n // 4
     launch(
-        _lora_linear_hopper, (min(num_sms(a.device), cdiv(M, block_m) * cdiv(N, block_n)),), a.device,
+        _lora_linear_hopper, (min(num_sms(device), cdiv(M, block_m) * cdiv(N, block_n)),), device,
         descriptor(t_wide, block_m, block_k), descriptor(u_wide, *b_tile),
         descriptor(a, block_m, block_k), descriptor(b, *b_tile),
         c, bias, acc, descriptor(pre, *part), None if wide else descriptor(out, *part), out if wide else None,

@@ -25,22 +25,17 @@ MATMUL = Table(
     {
         80: [
             (64, _SMALL),
-            (65, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
+            (65, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
         ],
         90: [
             (64, _SMALL),
-            (65, config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)),
+            (65, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)),
         ],
     },
 )
 MATMUL_SCALED = Table(
     "lora_linear_matmul_scaled",
-    {
-        80: [
-            (64, _SMALL),
-            (65, config(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)),
-        ]
-    },
+    {80: [(1, config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=2))]},
 )
 MATMUL_FP32 = Table(
     "lora_linear_matmul_fp32",
@@ -140,6 +135,7 @@ def matmul(
     t: Tensor | None,
     u: Tensor | None,
     out: Tensor,
+    device: torch.device,
     *,
     seed: Tensor | None = None,
     threshold: int = 0,
@@ -158,17 +154,17 @@ def matmul(
     if seed is None and (c is None or adapter is None):
         k_major = b.stride(0) == 1 and K > 1
         weight = b.T if k_major else b
-        if tile := hopper_tile(a, weight, k_major):
-            u = u.T if k_major and u is not None else u
-            hopper_matmul(a, weight, t, u, out, tile, k_major=k_major, c=None if c is None else c[0], bias=bias, acc=acc, pre=pre,
-                          activation=activation)  # fmt: skip
+        if tile := hopper_tile(a, weight, k_major, device):
+            u, c = u.T if k_major and u is not None else u, None if c is None else c[0]
+            epilogue = {"c": c, "bias": bias, "acc": acc, "pre": pre, "activation": activation}
+            hopper_matmul(a, weight, t, u, out, device, tile, k_major=k_major, **epilogue)
             return
     dot = torch.promote_types(a.dtype, b.dtype)
     table = MATMUL_FP32 if dot == torch.float32 else MATMUL if c is None else MATMUL_SCALED
-    tile = table.pick(K, a.device)
+    tile = table.pick(K, device)
     R = 0 if t is None else t.shape[1]
     launch(
-        _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), a.device,
+        _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), device,
         a, *a.stride(), b, *b.stride(), t, 0 if t is None else t.stride(0), u, *(u.stride() if u is not None else (0, 0)),
         seed, c, adapter, bias, acc, out, pre,
         M, N, K, R, 1 if c is None else c.shape[0], threshold, keep_scale, ACTIVATION=activation,

@@ -24,7 +24,7 @@ SKINNY = Table(
         80: [
             (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=256, num_warps=4, num_stages=3)),
             (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
-            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
+            (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
         ],
     },
 )
@@ -34,7 +34,7 @@ SKINNY_RAGGED = Table(
         80: [
             (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=512, num_warps=8, num_stages=3)),
             (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
-            (256, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
+            (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
         ],
     },
 )
@@ -149,6 +149,7 @@ def skinny(
     z: Tensor,
     u: Tensor | None,
     v: Tensor | None,
+    device: torch.device,
     seed: Tensor | None = None,
     threshold: int = 0,
     keep_scale: float = 1.0,
@@ -160,13 +161,13 @@ def skinny(
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
     ragged = z.data_ptr() % 16 or any(stride % 16 for stride in z.stride() if stride != 1)
     table = SKINNY_FP32 if z.dtype == torch.float32 else SKINNY_RAGGED if ragged else SKINNY
-    tile = table.pick(R, z.device)
+    tile = table.pick(R, device)
     grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])
     p = None if u is None else z.new_empty(grid[0], M, R, dtype=torch.float32)
     q = None if v is None else z.new_empty(grid[1], C, R, dtype=torch.float32)
     if M:
         launch(
-            _lora_linear_skinny, grid, z.device, z, *z.stride(), u, *(u.stride() if u is not None else (0, 0)),
+            _lora_linear_skinny, grid, device, z, *z.stride(), u, *(u.stride() if u is not None else (0, 0)),
             v, v.stride(0) if v is not None else 0, p, q, seed,
             M, C, R, threshold, keep_scale, HAS_DROPOUT=seed is not None, **tile.options,
         )  # fmt: skip
@@ -177,16 +178,17 @@ def summed(
     parts: Tensor,
     out: Tensor,
     rank: int,
+    device: torch.device,
     scale: Tensor | float = 1.0,
     adapter: Tensor | None = None,
 ) -> Tensor:
     """out [rows, R] = scale · Σ parts [parts, rows, R], rounded; scale a number or [R / rank], adapter [rows]."""
     count, rows, R = parts.shape
-    tile = SUM.pick(R, out.device)
+    tile = SUM.pick(R, device)
     given = scale if isinstance(scale, Tensor) else None
     if out.numel():
         launch(
-            _lora_linear_sum, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), out.device,
+            _lora_linear_sum, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), device,
             parts, *parts.stride()[:2], out, *out.stride(), given, adapter,
             count, rows, R, rank, 1.0 if given is not None else scale, **tile.options,
         )  # fmt: skip

@@ -70,7 +70,7 @@ def stack_fwd(
         y = x.new_empty(len(x), len(layer.weight))
         norm = c = None
         if layer.magnitude is not None:
-            norm = weight_norms(layer.weight, layer.a, layer.b, layer.scale)
+            norm = weight_norms(layer.weight, layer.a, layer.b, layer.scale, x.device)
             c = layer.magnitude.float() / norm
         pre = torch.empty_like(y) if save and (activation or c is not None) else None
         own = {"t": None, "u": None} if layer.a is None else {"t": t[:, columns], "u": layer.up().T}
@@ -78,6 +78,7 @@ def stack_fwd(
             x,
             layer.weight.T,
             out=y,
+            device=x.device,
             c=c,
             adapter=adapter,
             bias=layer.bias,
@@ -115,7 +116,7 @@ def stack_bwd(
         if saved.pre[i] is not None:
             c = None if norm is None else layer.magnitude.float() / norm
             du, dbias, dmagnitude = bwd_epilogue(
-                dy, saved.pre[i], c, adapter, layer.bias, activation, need_bias, need_magnitude
+                dy, saved.pre[i], c, adapter, layer.bias, activation, need_bias, need_magnitude, x.device
             )
             dmagnitude = None if dmagnitude is None else (dmagnitude / norm).to(layer.magnitude.dtype)
         elif need_bias:
@@ -123,19 +124,24 @@ def stack_bwd(
         db, through = None, {"t": None, "u": None}
         if layer.a is not None:
             rank, t = layer.a.shape[1], saved.t[:, columns]
-            parts, sums = skinny(du, layer.up() if need_x or need_a else None, t if need_b else None)
+            parts, sums = skinny(
+                du, layer.up() if need_x or need_a else None, t if need_b else None, x.device
+            )
             if parts is not None:
-                dt_own = summed(parts, dt[:, columns], rank, layer.scale, adapter)
+                dt_own = summed(parts, dt[:, columns], rank, x.device, layer.scale, adapter)
                 through = {"t": dt_own, "u": layer.a.flatten(0, 1)}
             if sums is not None:
                 db = _by_adapter(
-                    summed(sums, du.new_empty(sums.shape[1:], dtype=layer.b.dtype), rank), len(layer.b)
+                    summed(sums, du.new_empty(sums.shape[1:], dtype=layer.b.dtype), rank, x.device),
+                    len(layer.b),
                 )
         if need_x:
             seed, threshold, factor = dropout.of_rows()
             out = x.new_empty(x.shape, dtype=x.dtype if i == last else torch.float32)
-            matmul(du, layer.weight, out=out, acc=dx, seed=seed if through["t"] is not None else None, threshold=threshold,
-                   keep_scale=factor, **through)  # fmt: skip
+            seed = seed if through["t"] is not None else None
+            matmul(
+                du, layer.weight, out=out, device=x.device, acc=dx, seed=seed, threshold=threshold, keep_scale=factor, **through
+            )  # fmt: skip
             dx = out
         dw = _weight_gradient(du, x, layer.weight) if need_w else None
         grads.append([dw, None, db, None if dbias is None else dbias.to(layer.bias.dtype), dmagnitude])
@@ -152,12 +158,11 @@ def _down(x: Tensor, layers: list[Layer], dropout: Dropout, adapter: Tensor | No
     if not t.shape[1]:
         return t
     stacked = [layer.a.flatten(0, 1) for layer in layers if layer.a is not None]
-    parts, _ = skinny(
-        x, (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).T, None, *dropout.of_rows()
-    )
+    a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+    parts, _ = skinny(x, a.T, None, x.device, *dropout.of_rows())
     for layer, columns in zip(layers, _places(layers), strict=True):
         if layer.a is not None:
-            summed(parts[:, :, columns], t[:, columns], layer.a.shape[1], layer.scale, adapter)
+            summed(parts[:, :, columns], t[:, columns], layer.a.shape[1], x.device, layer.scale, adapter)
     return t
 
 
@@ -165,12 +170,12 @@ def _down_gradients(
     x: Tensor, layers: list[Layer], dt: Tensor, dropout: Dropout, needed: list[list[bool]], grads: list
 ) -> None:
     """dA of all layers. One pass over x."""
-    _, sums = skinny(x, None, dt, *dropout.of_rows())
+    _, sums = skinny(x, None, dt, x.device, *dropout.of_rows())
     for layer, columns, need, found in zip(layers, _places(layers), needed, grads, strict=True):
         if need[1]:
             da = torch.empty_like(layer.a, memory_format=torch.contiguous_format)
             found[1] = da
-            summed(sums[:, :, columns], da.flatten(0, 1).T, layer.a.shape[1])
+            summed(sums[:, :, columns], da.flatten(0, 1).T, layer.a.shape[1], x.device)
 
 
 def _places(layers: list[Layer]) -> list[slice]:

@@ -4,7 +4,7 @@ import argparse
 
 from rich.console import Console
 
-from equivalence_tests.harness import failures, interpreter, peers, report, runner
+from equivalence_tests.harness import failures, interpreter, parallel, peers, report, runner
 from equivalence_tests.harness.cases import DTYPES
 from equivalence_tests.harness.mutants import Mutant, shared
 from equivalence_tests.harness.operations import Operation, operation, operations, suite
@@ -29,10 +29,9 @@ def execute(given: argparse.Namespace, device: str) -> int:
         console.print(f"{reason} in Triton's interpreter on the CPU")
     results: list[Result] = []
     with report.progress(console, sum(runner.steps(job) for job in jobs)) as advance:
-        for job in jobs:
-            name = f"{job.operation.function} {job.dtype}"
-            results.append(runner.run(job, lambda text, name=name: advance(f"{name}: {text}")))
-            console.print(_line(name, results[-1]))
+        for result in parallel.run_all(jobs, lambda job, text: advance(f"{_name(job)}: {text}")):
+            results.append(result)
+            console.print(_line(_name(result.job), result))
     return _conclude(console, given, results)
 
 
@@ -81,6 +80,10 @@ def _names(known: list[Operation]) -> str:
     return ", ".join(dict.fromkeys(name for o in known for name in (o.op, o.function)))
 
 
+def _name(job: Job) -> str:
+    return f"{job.operation.function} {job.dtype}"
+
+
 def _line(name: str, result: Result) -> str:
     """One row in words, when it is done."""
     real = f", {len(result.real)} of them real tensors" if result.real else ""
@@ -103,8 +106,7 @@ def _conclude(console: Console, given: argparse.Namespace, results: list[Result]
 
 
 def _tell(console: Console, result: Result) -> None:
-    job = result.job
-    name = f"{job.operation.function} {job.dtype}"
+    job, name = result.job, _name(result.job)
     for failure in result.failures:
         console.print(f"\n{name} by {job.impl} {failure}")
     if result.survived:
