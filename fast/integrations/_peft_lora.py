@@ -52,13 +52,13 @@ class LoRALinearForward(Forward):
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """As PEFT's: adapter_names has a name for each x[i], in a batch that mixes adapters."""
         module, base = self.module, self.module.base_layer
-        found = _unknown(args, options) or _input_refused(x) or base_refused(module)
+        found = _unknown(args, options) or _input_refused(x, base) or base_refused(module)
         found = found or operands(module, x, options.get("adapter_names"))
         if isinstance(found, str):
             return type(module).forward(module, x, *args, **options)
-        if isinstance(base, nn.Linear) and type(module) is Linear:
+        if type(module) is Linear:
             return fast.lora_linear(x, base.weight, bias=base.bias, **found._asdict())
-        # bitsandbytes computes in compute_dtype, and returns x's dtype under autocast too.
+        # bitsandbytes returns x's dtype, under autocast too.
         given = x if base.compute_dtype is None else x.to(base.compute_dtype)
         return fast.lora_linear(given, self.nf4(), bias=base.bias, **found._asdict()).to(x.dtype)
 
@@ -88,11 +88,12 @@ def operands(module: nn.Module, x: Tensor | None, adapter_names: Sequence[str] |
         return f"merged: {', '.join(module.merged_adapters)}"
     if adapter_names is not None:
         return _mixed(module, x, adapter_names)
-    names = [name for name in module.active_adapters if name in module.lora_A]
+    names = [name for name in module.active_adapters if _part(module, "lora_A", name) is not None]
     if not names:
         return "it has no active adapter"
-    if why := next((why for name in names if (why := adapter_refused(module, name))), None):
-        return why
+    for name in names:
+        if why := adapter_refused(module, name):
+            return why
     if len(names) > 1:
         return _stacked(module, names)
     (name,) = names
@@ -101,9 +102,8 @@ def operands(module: nn.Module, x: Tensor | None, adapter_names: Sequence[str] |
         return f"dropout {p}"
     if magnitude is not None and p:
         return "DoRA with dropout in training"  # W·x + (c − 1)·W·x̃ + c·s·B·A·x̃ there, another formula
-    return Operands(
-        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], p, magnitude
-    )
+    a, b = _part(module, "lora_A", name).weight, _part(module, "lora_B", name).weight
+    return Operands(a, b, module.scaling[name], p, magnitude)
 
 
 def _stacked(module: nn.Module, names: list[str]) -> Operands | str:
@@ -139,7 +139,7 @@ def _mixed(module: nn.Module, x: Tensor, adapter_names: Sequence[str]) -> Operan
     wide = torch.stack([pad(t, (0, 0, 0, rank - len(t))) for t in _one_dtype(a)])
     tall = torch.stack([pad(t, (0, rank - t.shape[1])) for t in _one_dtype(b)])
     index = {name: i for i, name in enumerate(names)}
-    ids = torch.tensor([index.get(name, -1) for name in adapter_names], device=x.device)
+    ids = torch.tensor([index.get(name, -1) for name in adapter_names]).to(x.device, non_blocking=True)
     ids = ids.view(-1, *(1 for _ in x.shape[1:-1])).expand(x.shape[:-1])
     return Operands(wide, tall, scale, chances.pop(), None, ids)
 
@@ -157,29 +157,35 @@ def _one_dtype(tensors: list[Tensor]) -> list[Tensor]:
     return tensors if len(dtypes) == 1 else [t.to(torch.float32) for t in tensors]
 
 
+def _part(module: nn.Module, kind: str, name: str) -> nn.Module | None:
+    """The adapter's entry of lora_A, lora_B, …; attributes of modules cost a microsecond each, and a call asks for a dozen."""
+    return module._modules[kind]._modules.get(name)
+
+
 def _magnitude(module: nn.Module, name: str) -> Tensor | None:
-    return module.lora_magnitude_vector[name].weight if name in module.lora_magnitude_vector else None
+    dora = _part(module, "lora_magnitude_vector", name)
+    return None if dora is None else dora.weight
 
 
 def dropout_p(module: nn.Module, name: str) -> float:
     """The probability that acts now."""
-    dropout = module.lora_dropout[name]
+    dropout = _part(module, "lora_dropout", name)
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def base_refused(module: nn.Module) -> str | None:
     """Why fast.lora_linear cannot take the base layer as it is now."""
-    base = module.base_layer
+    base = module._modules["base_layer"]
     if module.fan_in_fan_out:
         return "fan_in_fan_out: the base weight is transposed"
     if type(module) is not Linear:
         return _nf4_refused(base)
     if why := not_plain(base):
         return f"its base layer {why}"
-    tensors = {"weight": base.weight, "bias": base.bias}
-    return next(
-        (f"its base {name} {why}" for name, t in tensors.items() if (why := _tensor_refused(t))), None
-    )
+    for name, t in (("weight", base.weight), ("bias", base.bias)):
+        if why := _tensor_refused(t):
+            return f"its base {name} {why}"
+    return None
 
 
 def _nf4_refused(base: nn.Module) -> str | None:
@@ -200,7 +206,8 @@ def _nf4_refused(base: nn.Module) -> str | None:
 
 def adapter_refused(module: nn.Module, name: str) -> str | None:
     """Why fast.lora_linear cannot take this adapter as it is now."""
-    variant, a, b = module.lora_variant.get(name), module.lora_A[name], module.lora_B[name]
+    variant = module.lora_variant.get(name)
+    a, b = _part(module, "lora_A", name), _part(module, "lora_B", name)
     if variant is not None and type(variant) is not DoraLinearVariant:
         return f"adapter {name!r}: {type(variant).__name__}"
     if module.ephemeral_gpu_offload:
@@ -216,12 +223,12 @@ def adapter_refused(module: nn.Module, name: str) -> str | None:
         return f"adapter {name!r}: rank {len(a.weight)}; fast.lora_linear takes up to {MAX_RANK}"
     if isinstance(module.scaling[name], Tensor):
         return f"adapter {name!r}: scaling is a tensor"
-    dropout = module.lora_dropout[name]
+    dropout = _part(module, "lora_dropout", name)
     if type(dropout) not in (nn.Dropout, nn.Identity) or has_hooks(dropout):
         return f"adapter {name!r}: lora_dropout is a {type(dropout).__name__}, or has hooks"
     if variant is None:
         return None
-    dora = module.lora_magnitude_vector[name]
+    dora = _part(module, "lora_magnitude_vector", name)
     if type(dora) is not DoraLinearLayer or has_hooks(dora):
         return f"adapter {name!r}: lora_magnitude_vector is a {type(dora).__name__}, or has hooks"
     why = _tensor_refused(dora.weight)
@@ -238,8 +245,15 @@ def _tensor_refused(t: Tensor | None) -> str | None:
     return None if t.dtype in SUPPORTED else f"is {t.dtype}; fast.lora_linear takes {_listed(SUPPORTED)}"
 
 
-def _input_refused(x: Any) -> str | None:
-    return _tensor_refused(x) if isinstance(x, Tensor) else "x is no tensor"
+def _input_refused(x: Any, base: nn.Module) -> str | None:
+    if not isinstance(x, Tensor):
+        return "x is no tensor"
+    compute = getattr(base, "compute_dtype", None)
+    # PEFT rounds such an x for the base weight alone, not for the adapters; autocast does for both.
+    if compute is None or torch.promote_types(x.dtype, compute) == compute:
+        return _tensor_refused(x)
+    narrowed = torch.is_autocast_enabled(x.device.type)
+    return _tensor_refused(x) if narrowed else f"x is {x.dtype} and the base layer computes in {compute}"
 
 
 def _unknown(args: tuple, options: dict[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ deleting, switching, scaling, merging and disabling adapters, modules_to_save, s
 adapters at each call and runs PEFT's own forward where they are
 
 - disabled, merged, or none of the layer is active;
+- on a 4-bit base whose compute_dtype is narrower than x, outside autocast: PEFT gives the adapters x as it is;
 - such as fast.lora_linear does not compute: lora_bias, ranks above 256, variants other than DoRA, DoRA with dropout in training;
 - several active at once, and with DoRA or dropout (in training) among them; otherwise they run as one of their ranks together.
 
