@@ -262,7 +262,7 @@ DORA = {"use_dora": True}
     [
         ({}, [{"lora_bias": True}], "b", "adapter 'b': lora_B has a bias"),
         ({}, [{"r": 257}], "b", "adapter 'b': rank 257"),
-        ({}, [{"alora_invocation_tokens": [1]}], "b", "adapter 'b': ALoraLinearVariant"),
+        ({"alora_invocation_tokens": [1]}, [{}], "default", "adapter 'default': ALoraLinearVariant"),
         (
             DORA | {"lora_dropout": 0.2},
             [],

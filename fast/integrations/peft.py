@@ -79,7 +79,8 @@ def mixed_batch(model: nn.Module, adapter_names: Sequence[str]) -> Iterator[None
     """Inside the with block row i of every batch runs adapter_names[i], "__base__" for none; in training too.
 
     It does what PEFT's model(…, adapter_names=…) does, which refuses a model in training mode. With activation checkpointing
-    run backward inside the block as well: it calls the layers anew.
+    run backward inside the block as well: it calls the layers anew, and outside they have lost the names (an error from torch,
+    but wrong gradients with use_reentrant=True).
     Raises ValueError for a name that no layer has.
     """
     wrappers = (LoraLayer, AuxiliaryTrainingWrapper)
