@@ -25,6 +25,7 @@ from fast.integrations.peft import mixed_batch, patch, patched, unpatch  # noqa:
 
 B, T, K, N = 4, 5, 24, 40
 FP32, BF16 = torch.float32, torch.bfloat16
+DORA = {"use_dora": True}
 Step = dict[str, Tensor]
 second_adapters = pytest.mark.parametrize("second", [{"r": 7, "lora_alpha": 14}, {"r": 3, "lora_alpha": 1}])
 dtypes = pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -191,6 +192,18 @@ def test_mixed_batch_trains_and_survives_checkpointing(fused: list) -> None:
         pass
 
 
+def test_batches_that_are_not_fused(fused: list) -> None:
+    model, x = make(FP32, {"lora_dropout": 0.1}, DORA).train(), inputs()[0]
+    patch(model)
+    with pytest.raises(ValueError, match="when DoRA is enabled"):
+        layer(model)(x, adapter_names=["default", "c"] * 2)
+    for training in (True, False):
+        layer(model.train(training))(
+            x, adapter_names=["default", "b"] * 2
+        )  # with unlike dropout where it acts
+        assert len(fused) == (not training)
+
+
 def test_dropout_is_that_of_the_reference(fused: list) -> None:
     model, (x, dy) = make(FP32, lora_dropout=0.3), inputs()
     patch(model)
@@ -252,9 +265,6 @@ def test_it_follows_what_peft_does_afterwards(fused: list) -> None:
     merged, others = (model.merge_and_unload() for model in twins)
     assert same_bits(merged.state_dict(), others.state_dict())
     assert not any("forward" in vars(module) for module in merged.modules())
-
-
-DORA = {"use_dora": True}
 
 
 @pytest.mark.parametrize(
