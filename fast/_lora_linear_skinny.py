@@ -17,7 +17,7 @@ from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
 
-# By the rank over all adapters. RAGGED where rows of Z are not aligned: there tiles of 128 columns would spill.
+# By the rank over all adapters. RAGGED where rows of Z are not aligned: there 128 columns need 8 warps, or they spill.
 SKINNY = Table(
     "lora_linear_skinny",
     {

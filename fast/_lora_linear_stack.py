@@ -193,9 +193,8 @@ def _by_adapter(columns: Tensor, G: int) -> Tensor:
 
 
 def _weight_gradient(du: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    du, x = (
-        t.contiguous() if max(t.stride()) >= 2**24 else t for t in (du, x)
-    )  # cuBLAS may count elements in 32 bits
+    # cuBLAS may count elements in 32 bits.
+    du, x = (t.contiguous() if max(t.stride()) >= 2**24 else t for t in (du, x))
     if weight.dtype == x.dtype:
         return plain_matmul(du.T, x)
     return add_matmul(None, du.T, x).to(weight.dtype)

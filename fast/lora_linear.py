@@ -71,7 +71,7 @@ __all__ = [
     "lora_swiglu_mlp",
 ]
 
-# One list entry for each layer; what a layer lacks is an empty tensor, and what all lack an empty list.
+# One list entry for each layer; what a layer lacks is a tensor without dimensions.
 _LAYERS = (
     "Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor[] scales, float[] factors, Tensor[] biases, Tensor[] magnitudes, "
     "Tensor? seed, Tensor? adapter, float dropout_p, str? activation"
