@@ -20,11 +20,11 @@ SKINNY, MATMUL, EPILOGUE, STACK = (
     f"fast._lora_linear_{n}" for n in ("skinny", "matmul", "epilogue", "stack")
 )
 PASS, SUM, SPLIT = (f"{SKINNY}:{n}" for n in ("_lora_linear_skinny", "_lora_linear_sum", "split"))
-PRODUCT, AFFINE = f"{MATMUL}:_lora_linear_matmul", f"{MATMUL}:affine"
+PRODUCT, ADDED, AFFINE = (f"{MATMUL}:{n}" for n in ("_lora_linear_matmul", "added", "affine"))
 BEFORE, NORMS = f"{EPILOGUE}:_lora_linear_bwd_epilogue", f"{EPILOGUE}:weight_norms"
 BWD, FWD = f"{STACK}:stack_bwd", f"{STACK}:stack_fwd"
 MUTANTS = [
-    Mutant("last_feature_dropped", PRODUCT, "mask_k = k + offs_k < K", "mask_k = k + offs_k < K - 1"),
+    Mutant("last_feature_dropped", ADDED, "mask_k = k + offs_k < K", "mask_k = k + offs_k < K - 1"),
     Mutant("adapter_forgotten", FWD, "if layer.a is None else", "if True else"),
     Mutant("scale_forgotten", SUM, "acc *= scale", "acc *= 1.0"),
     Mutant("last_rank_dropped", PASS, "offs_r < R\n", "offs_r < R - 1\n"),
@@ -34,7 +34,7 @@ MUTANTS = [
            dtypes=("bf16",)),
     Mutant("bias_before_scale", AFFINE, "u += tl.load(BIAS", "u += 0.5 * tl.load(BIAS"),
     Mutant("no_activation", PRODUCT, "z = z * tl.sigmoid(z)", "z = z * 1.0"),
-    Mutant("mask_not_on_dx", BWD, 'acc=dx, seed=seed,', "acc=dx, seed=None,"),
+    Mutant("mask_not_on_dx", BWD, '"dropout": dropout.of_rows()', '"dropout": NO_DROPOUT'),
     Mutant("kept_not_scaled_in_dx", PRODUCT, "acc * keep_scale", "acc"),
     Mutant("kept_not_scaled_in_pass", PASS, "p * keep_scale", "p"),
     Mutant("kept_not_scaled_in_da", PASS, "q * keep_scale", "q"),

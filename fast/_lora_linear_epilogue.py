@@ -92,7 +92,7 @@ def bwd_epilogue(
 def weight_norms(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor | float, device: torch.device
 ) -> Tensor:
-    """‖W + scale · B · A‖ of each row and adapter, [G, N] fp32, without a matrix of W's size:
+    """‖W + scale · B · A‖ of each row and adapter, [G, N] fp32, NaN for 0, without a matrix of W's size:
     ‖W‖² + Σ_r B · (2 · scale · W·Aᵀ + scale² · B·(A·Aᵀ))."""
     G, R, K = lora_a.shape
     parts, _ = skinny(weight, lora_a.reshape(G * R, K).T, None, device)
@@ -102,4 +102,5 @@ def weight_norms(
     s = scale.double().reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
     added = (b * (2 * s * across + s * s * (b @ (a @ a.mT)))).sum(-1)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).double().square()
-    return (squares + added).clamp_min(0).sqrt().float()
+    norms = (squares + added).clamp_min(0).sqrt().float()
+    return norms.where(norms > 0, torch.nan)

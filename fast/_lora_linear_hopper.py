@@ -22,13 +22,14 @@ from fast._triton.gemm import grouped_tile
 from fast._triton.hopper import (
     accumulator,
     addressable,
+    claim,
     descriptor,
     multiply,
     quarters,
     slots,
     store_tile,
+    tma_load,
 )
-from fast._triton.hopper_products import _fetch
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Config, Table, config
 
@@ -59,17 +60,22 @@ WIDEN = Table(
 # fmt: off
 @gluon.jit
 def _lora_linear_hopper(
-    T,       # [M, K1]        in    descriptor, tiles [BLOCK_M, BLOCK_K]
-    U,       # [K1, N]        in    descriptor, tiles [BLOCK_K, BLOCK_N]; where K_MAJOR [N, K1], [BLOCK_N, BLOCK_K]
-    A,       # [M, K]         in    likewise
-    B,       # [K, N]         in    likewise
+    T,       # [M, KT]        in    descriptor, tiles [BLOCK_M, BLOCK_K]; or None
+    U,       # [KT, N]        in    descriptor, tiles [BLOCK_K, BLOCK_N]; where K_MAJOR [N, KT], [BLOCK_N, BLOCK_K]
+    A,       # [M, K]         in    like T
+    B,       # [K, N]         in    like U
+    A1,      # [M, K1]        in    of a second product, or None
+    B1,      # [K1, N]        in
+    A2,      # [M, K2]        in    of a third, or None
+    B2,      # [K2, N]        in
+    SEED,    # []      int64  in    of the mask of T·U, or None
     C,       # [N]      fp32  in    or None
     BIAS,    # [N]            in    or None
     ACC,     # [M, N]   fp32  in    rows of stride N, or None
     PRE,     # [M, N]         out   descriptor, tiles [BLOCK_M / 2, BLOCK_N / 4], or None
     OUT,     # [M, N]         out   likewise; None: TOTAL is written
     TOTAL,   # [M, N]   fp32  out   rows of stride N, or None
-    M, N, K1, K,
+    M, N, KT, K, K1, K2, threshold, keep_scale,
     ACTIVATION: gl.constexpr, K_MAJOR: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
 ):
@@ -83,30 +89,71 @@ def _lora_linear_hopper(
         out = a_tiles
     else:
         out = gl.allocate_shared_memory(A.dtype, [4, BLOCK_M // 2, BLOCK_N // 4], OUT.layout)
+    first = gl.cdiv(KT, BLOCK_K)
+    steps = gl.cdiv(K, BLOCK_K) + gl.cdiv(K1, BLOCK_K) + gl.cdiv(K2, BLOCK_K)
     # fmt: off
     gl.warp_specialize([
-        (_multiply, (a_tiles, b_tiles, out, full, free, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, K1, K, ACTIVATION, K_MAJOR,
-                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SLOTS, gl.constexpr(0))),
-        (_multiply, (a_tiles, b_tiles, out, full, free, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, K1, K, ACTIVATION, K_MAJOR,
-                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SLOTS, gl.constexpr(1))),
-        (_fetch, (T, U, A, B, a_tiles, b_tiles, full, free, M, N, K1, K, gl.constexpr(False), K_MAJOR,
-                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SLOTS)),
+        (_multiply, (a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
+                     threshold, keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(0))),
+        (_multiply, (a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
+                     threshold, keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(1))),
+        (_fetch, (T, U, A, B, A1, B1, A2, B2, a_tiles, b_tiles, full, free, M, N, KT, K, K1, K2, K_MAJOR,
+                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SLOTS)),
     ], [4, 1], [240, 24])
     # fmt: on
 
 
 # fmt: off
 @gluon.jit
-def _multiply(
-    a_tiles, b_tiles, out, full, free, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, K1, K,
-    ACTIVATION: gl.constexpr, K_MAJOR: gl.constexpr,
+def _fetch(
+    T, U, A, B, A1, B1, A2, B2, a_tiles, b_tiles, full, free, M, N, KT, K, K1, K2, K_MAJOR: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
-    HALF: gl.constexpr,
 ):
-    """A warpgroup: multiply what has come, then store."""
+    """One warp: keep the slots full, from product to product and from tile to tile without a pause."""
     # fmt: on
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    steps = gl.cdiv(K1, BLOCK_K) + gl.cdiv(K, BLOCK_K)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if T is not None:
+            step = _fetch_product(T, U, a_tiles, b_tiles, full, free, m, n, step, KT, K_MAJOR, BLOCK_K, SLOTS)
+        step = _fetch_product(A, B, a_tiles, b_tiles, full, free, m, n, step, K, K_MAJOR, BLOCK_K, SLOTS)
+        if A1 is not None:
+            step = _fetch_product(A1, B1, a_tiles, b_tiles, full, free, m, n, step, K1, K_MAJOR, BLOCK_K, SLOTS)
+        if A2 is not None:
+            step = _fetch_product(A2, B2, a_tiles, b_tiles, full, free, m, n, step, K2, K_MAJOR, BLOCK_K, SLOTS)
+
+
+# fmt: off
+@gluon.jit
+def _fetch_product(
+    A, B, a_tiles, b_tiles, full, free, m, n, step, K,
+    K_MAJOR: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr,
+):
+    # fmt: on
+    BYTES: gl.constexpr = (a_tiles.shape[1] * a_tiles.shape[2] + b_tiles.shape[1] * b_tiles.shape[2]) * 2
+    for k in range(0, K, BLOCK_K):
+        slot, ready = claim(full, free, step, SLOTS, BYTES)
+        tma_load(A, [m, k], ready, a_tiles.index(slot))
+        if K_MAJOR:
+            tma_load(B, [n, k], ready, b_tiles.index(slot))
+        else:
+            tma_load(B, [k, n], ready, b_tiles.index(slot))
+        step += 1
+    return step
+
+
+# fmt: off
+@gluon.jit
+def _multiply(
+    a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps, threshold, keep_scale,
+    ACTIVATION: gl.constexpr, K_MAJOR: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr, HALF: gl.constexpr,
+):
+    """A warpgroup: multiply what has come, the first steps of each tile being T·U, then store."""
+    # fmt: on
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     ROWS: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = accumulator(BLOCK_N, gl.num_warps())
     step = 0
@@ -117,22 +164,46 @@ def _multiply(
         offs_n = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
         where = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
-        if ACC is None:
-            acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+        if SEED is not None:
+            acc, step = multiply(a_tiles, b_tiles, full, free, acc, False, step, first, HALF, K_MAJOR, SLOTS)
+            acc = _dropped(acc, gl.load(SEED), m, n, threshold, keep_scale, layout)
+            if ACC is not None:
+                acc += gl.load(ACC + where, mask=mask, other=0.0)
+            acc, step = multiply(a_tiles, b_tiles, full, free, acc, True, step, steps, HALF, K_MAJOR, SLOTS)
         else:
-            acc = gl.load(ACC + where, mask=mask, other=0.0)
-        acc, step = multiply(a_tiles, b_tiles, full, free, acc, ACC is not None, step, steps, HALF, K_MAJOR, SLOTS)
+            if ACC is not None:
+                acc = gl.load(ACC + where, mask=mask, other=0.0)
+            acc, step = multiply(a_tiles, b_tiles, full, free, acc, ACC is not None, step, first + steps, HALF, K_MAJOR, SLOTS)
         if TOTAL is not None:
             gl.store(TOTAL + where, acc, mask=mask)
         else:
             parts = quarters(acc)
             for part in gl.static_range(4):
-                first = n + part * (BLOCK_N // 4)
+                first_n = n + part * (BLOCK_N // 4)
                 # ptxas moves one part's arithmetic up before another's, until it spills, but not over a branch.
-                if first < N:
-                    _store(parts[part], C, BIAS, PRE, OUT, out.index(2 * HALF + part % 2), m, first, N, ACTIVATION)
+                if first_n < N:
+                    _store(parts[part], C, BIAS, PRE, OUT, out.index(2 * HALF + part % 2), m, first_n, N, ACTIVATION)
     if TOTAL is None:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _dropped(acc, seed, m, n, threshold, keep_scale, layout: gl.constexpr):
+    """acc ∘ kept · keep_scale. A thread has two neighbouring columns of four that one call of the generator serves."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    even, odd = acc.reshape([ROWS, COLUMNS // 2, 2]).split()
+    half: gl.constexpr = even.type.layout
+    pairs = n // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, half))
+    rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, half))
+    zero = gl.zeros([ROWS, COLUMNS // 2], gl.uint32, half)
+    groups, rows = (pairs // 2).to(gl.uint32)[None, :] + zero, rows.to(gl.uint32)[:, None] + zero
+    n0, n1, n2, n3 = tl.philox(seed, groups, rows, zero, zero)
+    second, limit = (pairs % 2 == 1)[None, :], threshold.to(gl.uint32)
+    even = gl.where(gl.where(second, n2, n0) >= limit, even * keep_scale, 0.0)
+    odd = gl.where(gl.where(second, n3, n1) >= limit, odd * keep_scale, 0.0)
+    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -189,21 +260,21 @@ def widened(
     return stored
 
 
-def hopper_tile(a: Tensor, b: Tensor, k_major: bool, device: torch.device) -> Config | None:
-    """The configuration for a [M, K] · b [K, N] ([N, K] with k_major); None: not this kernel."""
-    N = b.shape[0] if k_major else b.shape[1]
+def hopper_tile(pairs: list[tuple[Tensor, Tensor]], k_major: bool, device: torch.device) -> Config | None:
+    """The configuration for products a [M, K] · b [K, N] ([N, K] with k_major); None: not this kernel."""
+    (a, b), N = pairs[0], pairs[0][1].shape[0 if k_major else 1]
     tile = HOPPER.pick(a.shape[0] * N, device)
-    return tile if tile is not None and N % 8 == 0 and addressable(a, b) else None
+    return tile if tile is not None and N % 8 == 0 and addressable(*(t for pair in pairs for t in pair)) else None
 
 
 def hopper_matmul(
-    a: Tensor,
-    b: Tensor,
+    pairs: list[tuple[Tensor, Tensor]],
     t: Tensor | None,
     u: Tensor | None,
     out: Tensor,
     device: torch.device,
     tile: Config,
+    dropout: tuple[Tensor | None, int, float],
     *,
     k_major: bool,
     c: Tensor | None = None,
@@ -212,22 +283,26 @@ def hopper_matmul(
     pre: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """As `matmul` of fast/_lora_linear_matmul.py; b and u [K, N] and [R, N], with k_major [N, K] and [N, R]; c [N]."""
-    (M, K), N = a.shape, out.shape[1]
+    """As `_matmul` of fast/_lora_linear_matmul.py, with acc [M, N] fp32; b and u [K, N] and [R, N], with k_major [N, K] and
+    [N, R]; c [N]."""
+    dtype, (M, N) = pairs[0][0].dtype, out.shape
     block_m, block_n, block_k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
     b_tile = (block_n, block_k) if k_major else (block_k, block_n)
-    t_wide, u_wide, K1 = a, b, 0
-    if t is not None:
-        parts = 2 if u.dtype == a.dtype else 3
-        t_wide = widened(t, a.dtype, parts, twice=False, device=device)
-        u_wide = widened(u if k_major else u.T, a.dtype, parts, twice=True, device=device, rows_last=not k_major)
-        K1 = t_wide.shape[1]
+    if t is None:
+        operands = [(None, None)]
+    else:
+        parts = 2 if u.dtype == dtype else 3
+        t_wide = widened(t, dtype, parts, twice=False, device=device)
+        u_wide = widened(u if k_major else u.T, dtype, parts, twice=True, device=device, rows_last=not k_major)
+        operands = [(t_wide, u_wide)]
+    operands += [*pairs, *[(None, None)] * (3 - len(pairs))]
+    lengths = [0 if a is None else a.shape[1] for a, _ in operands]
     wide = out.dtype == torch.float32
     part = block_m // 2, block_n // 4
+    tiles = ((descriptor(a, block_m, block_k), descriptor(b, *b_tile)) for a, b in operands)
     launch(
         _lora_linear_hopper, (min(num_sms(device), cdiv(M, block_m) * cdiv(N, block_n)),), device,
-        descriptor(t_wide, block_m, block_k), descriptor(u_wide, *b_tile),
-        descriptor(a, block_m, block_k), descriptor(b, *b_tile),
+        *(operand for pair in tiles for operand in pair), dropout[0],
         c, bias, acc, descriptor(pre, *part), None if wide else descriptor(out, *part), out if wide else None,
-        M, N, K1, K, ACTIVATION=activation, K_MAJOR=k_major, **tile.options,
+        M, N, *lengths, *dropout[1:], ACTIVATION=activation, K_MAJOR=k_major, **tile.options,
     )  # fmt: skip

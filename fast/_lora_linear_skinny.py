@@ -5,7 +5,7 @@
 
 A program takes BLOCK_C columns of Z and ROWS of its rows, and reads each of their elements once, for both products. It
 leaves its addends of P and Q in fp32; `_lora_linear_sum` adds them in a fixed order, whichever program came first.
-U and V may have more digits than Z: they enter as hi + lo, two numbers of Z's dtype, into one accumulator.
+U and V may have more digits than Z: `digits` says how they enter as several numbers of Z's dtype, into one accumulator.
 """
 
 import torch
@@ -17,11 +17,17 @@ from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
 
-# By the rank over all adapters. RAGGED where rows of Z are not aligned: there 128 columns need 8 warps, or they spill.
+# By the rank over all adapters. RAGGED where rows of Z are not aligned: there 128 columns need 8 warps, or they spill. Before
+# Hopper the digits of U are in registers: half as many columns.
 SKINNY = Table(
     "lora_linear_skinny",
     {
         80: [
+            (16, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=16, ROWS=256, num_warps=4, num_stages=3)),
+            (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=8, num_stages=3)),
+            (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
+        ],
+        90: [
             (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=256, num_warps=4, num_stages=3)),
             (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
             (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
@@ -71,11 +77,11 @@ def _lora_linear_skinny(
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_c, mask_r = offs_c < C, offs_r < R
     u_hi = tl.zeros([BLOCK_C, BLOCK_R], Z.dtype.element_ty)
-    u_lo = u_hi
+    u_mid, u_lo, u_unit = u_hi, u_hi, tl.full([BLOCK_R], 1.0, tl.float32)
     if U is not None:
         mask_u = mask_c[:, None] & mask_r[None, :]
         u = tl.load(U + offs_c[:, None] * stride_uc + offs_r[None, :].to(tl.int64) * stride_ur, mask=mask_u, other=0.0)
-        u_hi, u_lo = split(u, Z.dtype.element_ty)
+        u_hi, u_mid, u_lo, u_unit = digits(u, Z.dtype.element_ty)
     q = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
     first = pid_m.to(tl.int64) * ROWS
     for start in range(0, tl.minimum(ROWS, M - first), BLOCK_M):
@@ -88,19 +94,41 @@ def _lora_linear_skinny(
         ranks = offs_m[:, None] * R + offs_r[None, :]
         mask = mask_m[:, None] & mask_r[None, :]
         if U is not None:
-            p = tl.dot(z, u_hi, input_precision="ieee")
-            if U.dtype.element_ty != Z.dtype.element_ty:
-                p = tl.dot(z, u_lo, p, input_precision="ieee")
+            p = multiplied(z, u_hi, u_mid, u_lo, U.dtype.element_ty) * u_unit[None, :]
             tl.store(P + pid_c.to(tl.int64) * M * R + ranks, p * keep_scale, mask=mask)
         if V is not None:
             v = tl.load(V + offs_m[:, None] * stride_vm + offs_r[None, :], mask=mask, other=0.0)
-            v_hi, v_lo = split(v, Z.dtype.element_ty)
-            q = tl.dot(tl.trans(z), v_hi, q, input_precision="ieee")
-            if V.dtype.element_ty != Z.dtype.element_ty:
-                q = tl.dot(tl.trans(z), v_lo, q, input_precision="ieee")
+            v_hi, v_mid, v_lo, v_unit = digits(v, Z.dtype.element_ty)
+            q += multiplied(tl.trans(z), v_hi, v_mid, v_lo, V.dtype.element_ty) * v_unit[None, :]
     if V is not None:
         places = offs_c[:, None] * R + offs_r[None, :]
         tl.store(Q + pid_m.to(tl.int64) * C * R + places, q * keep_scale, mask=mask_c[:, None] & mask_r[None, :])
+
+
+@triton.jit
+def multiplied(z, hi, mid, lo, GIVEN: tl.constexpr):
+    """z · (hi + mid + lo): what the digits of a GIVEN need, the last ones first."""
+    product = tl.zeros([z.shape[0], hi.shape[1]], tl.float32)
+    if z.dtype != GIVEN:
+        if z.dtype == tl.bfloat16:
+            product = tl.dot(z, lo, product, input_precision="ieee")
+        product = tl.dot(z, mid, product, input_precision="ieee")
+    return tl.dot(z, hi, product, input_precision="ieee")
+
+
+@triton.jit
+def digits(value, DTYPE: tl.constexpr):
+    """value = unit · (hi + mid + lo) of DTYPE, with fp32's digits: bf16 takes three numbers, fp16 two. As fp16 has few
+    exponents, each column is scaled there by a power of two, its unit, so that its largest number lies from 2¹³ to 2¹⁴."""
+    unit = tl.full([value.shape[1]], 1.0, tl.float32)
+    if (tl.float16 == DTYPE) & (value.dtype != DTYPE):
+        exponent = tl.max(tl.abs(value.to(tl.float32)), axis=0).to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.minimum(tl.maximum(exponent, 14 << 23), 253 << 23)
+        unit = (exponent - (13 << 23)).to(tl.float32, bitcast=True)
+        value = value.to(tl.float32) * ((253 << 23) - exponent + (14 << 23)).to(tl.float32, bitcast=True)[None, :]
+    hi = value.to(DTYPE)
+    mid, lo = split(value.to(tl.float32) - hi.to(tl.float32), DTYPE)
+    return hi, mid, lo, unit
 
 
 @triton.jit

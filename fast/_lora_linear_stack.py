@@ -1,6 +1,6 @@
 """Several adapted layers of one x, forward and backward, as launches; fast/lora_linear.py explains them.
 
-All layers share the passes over x: one makes every S, one every dA. dx is summed over layers in fp32 and rounded once.
+All layers share the passes over x: one makes every S, one every dA, and one product is the dx of all.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast._lora_linear_epilogue import bwd_epilogue, weight_norms
-from fast._lora_linear_matmul import matmul
+from fast._lora_linear_matmul import NO_DROPOUT, matmul
 from fast._lora_linear_skinny import skinny, summed
 from fast._triton.matmul import add_matmul
 from fast._triton.matmul import matmul as plain_matmul
@@ -42,9 +42,9 @@ class Dropout(NamedTuple):
 
     def of_rows(self) -> tuple:
         """For skinny and matmul: seed, threshold, factor of what is kept."""
-        return (
-            (None, 0, 1.0) if self.seed is None else (self.seed, dropout_threshold(self.p), 1 / (1 - self.p))
-        )
+        if self.seed is None:
+            return NO_DROPOUT
+        return self.seed, dropout_threshold(self.p), 1 / (1 - self.p)
 
 
 class Saved(NamedTuple):
@@ -74,18 +74,8 @@ def stack_fwd(
             c = layer.magnitude.float() / norm
         pre = torch.empty_like(y) if save and (activation or c is not None) else None
         own = {"t": None, "u": None} if layer.a is None else {"t": t[:, columns], "u": layer.up().T}
-        matmul(
-            x,
-            layer.weight.T,
-            out=y,
-            device=x.device,
-            c=c,
-            adapter=adapter,
-            bias=layer.bias,
-            pre=pre,
-            activation=activation,
-            **own,
-        )
+        epilogue = {"c": c, "adapter": adapter, "bias": layer.bias, "pre": pre, "activation": activation}
+        matmul([(x, layer.weight.T)], out=y, device=x.device, **own, **epilogue)
         outputs.append(y)
         pres.append(pre)
         norms.append(norm if save else None)
@@ -105,50 +95,51 @@ def stack_bwd(
 ) -> tuple[Tensor | None, list[list[Tensor | None]]]:
     """dx, and of each layer the gradients of weight, a, b, bias and magnitude where needed."""
     dt = torch.zeros_like(saved.t)
-    grads, dx = [], None
-    last = max((i for i, dy in enumerate(dys) if dy is not None), default=-1)
+    grads, pairs = [], []
     for i, (layer, columns, dy, need) in enumerate(zip(layers, _places(layers), dys, needed, strict=True)):
         if dy is None:
             grads.append([None] * 5)
             continue
         need_w, need_a, need_b, need_bias, need_magnitude = need
         du, dbias, dmagnitude, norm = dy, None, None, saved.norms[i]
+        c = None if norm is None else layer.magnitude.float() / norm
         if saved.pre[i] is not None:
-            c = None if norm is None else layer.magnitude.float() / norm
             du, dbias, dmagnitude = bwd_epilogue(
                 dy, saved.pre[i], c, adapter, layer.bias, activation, need_bias, need_magnitude, x.device
             )
             dmagnitude = None if dmagnitude is None else (dmagnitude / norm).to(layer.magnitude.dtype)
         elif need_bias:
             dbias = dy.sum(0, dtype=torch.float32)
-        db, through = None, {"t": None, "u": None}
+        db = None
         if layer.a is not None:
-            rank, t = layer.a.shape[1], saved.t[:, columns]
+            # With a magnitude alone the adapters' du is c · dy, unrounded: c enters B, and dB once it is summed.
+            scaled = layer.magnitude is not None and not activation
+            rank, t, up = layer.a.shape[1], saved.t[:, columns], layer.up()
+            columns_c = c.T.repeat_interleave(rank, dim=1) if scaled else None
+            up = up * columns_c if scaled else up
             parts, sums = skinny(
-                du, layer.up() if need_x or need_a else None, t if need_b else None, x.device
+                dy if scaled else du, up if need_x or need_a else None, t if need_b else None, x.device
             )
             if parts is not None:
-                dt_own = summed(parts, dt[:, columns], rank, x.device, layer.scale, adapter)
-                through = {"t": dt_own, "u": layer.a.flatten(0, 1)}
+                summed(parts, dt[:, columns], rank, x.device, layer.scale, adapter)
             if sums is not None:
-                db = _by_adapter(
-                    summed(sums, du.new_empty(sums.shape[1:], dtype=layer.b.dtype), rank, x.device),
-                    len(layer.b),
-                )
-        if need_x:
-            seed, threshold, factor = dropout.of_rows()
-            out = x.new_empty(x.shape, dtype=x.dtype if i == last else torch.float32)
-            seed = seed if through["t"] is not None else None
-            matmul(
-                du, layer.weight, out=out, device=x.device, acc=dx, seed=seed, threshold=threshold, keep_scale=factor, **through
-            )  # fmt: skip
-            dx = out
+                own = sums.new_empty(sums.shape[1:], dtype=torch.float32 if scaled else layer.b.dtype)
+                db = summed(sums, own, rank, x.device)
+                db = _by_adapter(db * columns_c if scaled else db, len(layer.b)).to(layer.b.dtype)
+        pairs.append((du, layer.weight))
         dw = _weight_gradient(du, x, layer.weight) if need_w else None
         grads.append([dw, None, db, None if dbias is None else dbias.to(layer.bias.dtype), dmagnitude])
     if any(need[1] for need in needed):
         _down_gradients(x, layers, dt, dropout, needed, grads)
-    if need_x and dx is None:
+    dx = None
+    if need_x and not pairs:
         dx = torch.zeros_like(x)
+    elif need_x:
+        dx = x.new_empty(x.shape)
+        through = {"t": None, "u": None}
+        if dt.shape[1]:
+            through = {"t": dt, "u": _down_weights(layers), "dropout": dropout.of_rows()}
+        matmul(pairs, out=dx, device=x.device, **through)
     return dx, grads
 
 
@@ -157,13 +148,17 @@ def _down(x: Tensor, layers: list[Layer], dropout: Dropout, adapter: Tensor | No
     t = x.new_empty(len(x), sum(layer.columns for layer in layers), dtype=torch.float32)
     if not t.shape[1]:
         return t
-    stacked = [layer.a.flatten(0, 1) for layer in layers if layer.a is not None]
-    a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-    parts, _ = skinny(x, a.T, None, x.device, *dropout.of_rows())
+    parts, _ = skinny(x, _down_weights(layers).T, None, x.device, *dropout.of_rows())
     for layer, columns in zip(layers, _places(layers), strict=True):
         if layer.a is not None:
             summed(parts[:, :, columns], t[:, columns], layer.a.shape[1], x.device, layer.scale, adapter)
     return t
+
+
+def _down_weights(layers: list[Layer]) -> Tensor:
+    """A of all layers, [Σ columns, K]."""
+    stacked = [layer.a.flatten(0, 1) for layer in layers if layer.a is not None]
+    return stacked[0] if len(stacked) == 1 else torch.cat(stacked)
 
 
 def _down_gradients(

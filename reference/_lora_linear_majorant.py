@@ -1,6 +1,8 @@
 """Error majorants of reference/lora_linear.py: what the roundings that it admits to can do, to first order.
 
-Where x has 16 bits, what enters a product as two 16-bit numbers, a = hi + lo, is off by u² relatively, and by what lo underflows.
+Where x has 16 bits, S and dS, A and B enter y and dx as two 16-bit numbers each: a = hi + lo is off by u² relatively, and by what
+lo underflows. The passes that make S, dS, dA and dB take fp32's digits; in fp16 as two numbers of a column that is scaled so that
+its largest number lies from 2¹³ to 2¹⁴: off by 2⁻²⁴ relatively, and by 2⁻³⁸ of that largest number.
 """
 
 from typing import Any
@@ -58,27 +60,38 @@ def lora_linear_majorant(
     def up(values: Tensor, weights: Tensor) -> Tensor:
         return torch.einsum("mgr,gnr->mn", values, weights)
 
-    def entering(value: Tensor, unit: Tensor, sums: tuple[int, ...], products: int = 2) -> list[Term]:
-        """A value whose factors are split on their way through `products` products."""
+    def entering(value: Tensor, unit: Tensor, sums: tuple[int, ...]) -> list[Term]:
+        """A product of two factors that are split."""
         pair = Term(torch.zeros_like(value), rounded=(dtype,), unit=unit) if split else None
-        return [Term(value, sums=sums, ops=4 + 2 * products * split), *([pair] if pair else [])]
+        return [Term(value, sums=sums, ops=6 + 2 * split), *([pair] if pair else [])]
+
+    def coarse(*values: Tensor) -> list[Term]:
+        """What scaled columns leave, from products with their largest numbers."""
+        return [Term(value * 2.0**-14, ops=1) for value in values] if dtype == torch.float16 else []
+
+    def largest(factor: Tensor, dim: int) -> Tensor:
+        """The largest number of each column, in all of the column."""
+        return factor.abs().amax(dim, keepdim=True).expand_as(factor) if factor.numel() else factor
 
     # u = x Wᵀ + s S Bᵀ
     u = x @ w.T + up(down(dropped, a), b)
-    T, A, B = down(dropped.abs(), a.abs()), a.abs(), b.abs()
+    T, A, B = down(dropped.abs(), a.abs()).abs(), a.abs(), b.abs()
+    T_largest = down(dropped.abs(), largest(a, 2)).abs()
     base, added = x.abs() @ w.abs().T, up(T, B)
     ones = torch.ones_like(T) * rows[:, :, None]
-    unit = up(down(dropped.abs(), torch.ones_like(a)), B) + up(ones, B) + up(T, torch.ones_like(b))
+    unit = up(ones, B) + up(T, torch.ones_like(b))
     of_u = [Term(base + added, sums=(K + 3 * G * R,), ops=2), *entering(added, unit, (K, G * R))]
+    of_u += coarse(up(T_largest, B))
 
     # z = c u + bias
     c, of_c, norm = None, [], None
     if magnitude is not None:
         norm = (w + s[:, None, None] * (b @ a)).norm(dim=-1)  # [G, N]
+        norm = norm.where(norm > 0, torch.nan)
         size = (w.abs() + s.abs()[:, None, None] * (B @ A)).square().sum(-1)
         c = rows @ (magnitude.double().reshape(G, N) / norm) + (1 - rows.sum(1, keepdim=True))
         doubt = rows @ (size / norm.square())
-        of_c = [Term(c.abs() * doubt, sums=(K, R), ops=8 + 2 * split)]
+        of_c = [Term(c.abs() * doubt, sums=(K, R), ops=10)]
     z = u if c is None else c * u
     of_z = of_u if c is None else [*times(of_u, c), *times(of_c, u), Term(z.abs(), ops=2)]
     if bias is not None:
@@ -106,14 +119,16 @@ def lora_linear_majorant(
             *times(of_saved, dy * bend),
             Term(dy.abs() * gate * (1 + 2 * z.abs()), ops=16, rounded=(torch.float32,), unit=dy.abs()),
         ]
+    of_rounding: list[Term] = []  # of du, in dx and dW; in the adapters' passes with an activation alone
     if activation or c is not None:
         du = dz if c is None else dz * c
-        of_du = of_dz if c is None else [*times(of_dz, c), *times(of_c, dz)]
-        of_du = [*of_du, Term(du.abs(), ops=2, rounded=(dtype,), unit=torch.ones_like(du))]
+        of_du = of_dz if c is None else [*times(of_dz, c), *times(of_c, dz), Term(du.abs(), ops=2)]
+        of_rounding = [Term(du.abs(), rounded=(dtype,), unit=torch.ones_like(du))]
+    if activation:
+        of_du, of_rounding = [*of_du, *of_rounding], []
 
     dS = torch.einsum("mn,gnr->mgr", du.abs(), B) * ranks.abs()
     through = torch.einsum("mgr,grk->mk", dS, A) * factor
-    dunit = torch.einsum("mn,gnr->mgr", du.abs(), torch.ones_like(b)) * ranks.abs() + ones
 
     def to_dx(part: Tensor) -> Tensor:
         low_rank = torch.einsum("mgr,grk->mk", torch.einsum("mn,gnr->mgr", part, B) * ranks.abs(), A)
@@ -131,23 +146,22 @@ def lora_linear_majorant(
         )
 
     of_dx = [Term(du.abs() @ w.abs() + through, sums=(N + 3 * G * R,), ops=2)]
-    of_dx += entering(
-        through,
-        (torch.einsum("mgr,grk->mk", dunit, A) + torch.einsum("mgr,grk->mk", dS, torch.ones_like(a)))
-        * factor,
-        (N, G * R),
-    )
-    of_dx += contracted(of_du, lambda part: to_dx(part), to_dx_squares)
+    unit = torch.einsum("mgr,grk->mk", ones, A) + torch.einsum("mgr,grk->mk", dS, torch.ones_like(a))
+    of_dx += entering(through, unit * factor, (N, G * R))
+    dS_largest = torch.einsum("mn,gnr->mgr", du.abs(), largest(b, 1)) * ranks.abs()
+    of_dx += coarse(torch.einsum("mgr,grk->mk", dS_largest, A) * factor)
+    of_dx += contracted(of_du, to_dx, to_dx_squares)
+    of_dx += contracted(of_rounding, lambda part: part @ w.abs(), lambda part: part @ w.square())
     terms = {
         "y": [_viewed(t, (*shape[:-1], N)) for t in of_y],
         "dx": [_viewed(t, shape) for t in of_dx],
     }
     tokens = max(1, M)
-    of_dA = entering(
-        torch.einsum("mgr,mk->grk", dS, dropped.abs()),
-        torch.einsum("mgr,mk->grk", dunit + 1, dropped.abs()),
-        (N, tokens),
-    )
+
+    def to_dA(part: Tensor) -> Tensor:
+        return torch.einsum("mgr,mk->grk", part, dropped.abs())
+
+    of_dA = [Term(to_dA(dS), sums=(N, tokens), ops=6), *coarse(to_dA(dS_largest), to_dA(largest(dS, 0)))]
     sb = B * s.abs()[:, None, None]
     of_dA += contracted(
         of_du,
@@ -158,11 +172,12 @@ def lora_linear_majorant(
             "mgr,mk->grk", torch.einsum("mn,gnr->mgr", part, sb.square()) * rows[:, :, None], dropped.square()
         ),
     )
-    sunit = down(dropped.abs(), torch.ones_like(a)).abs() + ones * s.abs()[:, None]
-    T = T.abs()
-    of_dB = entering(
-        torch.einsum("mn,mgr->gnr", du.abs(), T), torch.einsum("mn,mgr->gnr", du.abs(), sunit), (K, tokens)
-    )
+
+    def to_dB(part: Tensor) -> Tensor:
+        return torch.einsum("mn,mgr->gnr", du.abs(), part)
+
+    of_dB = [Term(to_dB(T), sums=(K, tokens), ops=6)]
+    of_dB += coarse(to_dB(T_largest), to_dB(largest(T, 0)))
     exact = down(dropped, a)
     of_dB += contracted(
         of_du,
@@ -176,7 +191,9 @@ def lora_linear_majorant(
     if isinstance(weight, Tensor):
         terms["dweight"] = [
             Term(du.abs().T @ x.abs(), sums=(tokens,)),
-            *contracted(of_du, lambda part: part.T @ x.abs(), lambda part: part.T @ x.square()),
+            *contracted(
+                [*of_du, *of_rounding], lambda part: part.T @ x.abs(), lambda part: part.T @ x.square()
+            ),
         ]
     if bias is not None:
         terms["dbias"] = [
@@ -195,7 +212,7 @@ def lora_linear_majorant(
         doubt = (size / norm.square()) * per_adapter((dz * u).abs())
         found = [
             Term(per_adapter((dz * u).abs()), sums=(tokens,), ops=4),
-            Term(doubt, sums=(K, R), ops=8 + 2 * split),
+            Term(doubt, sums=(K, R), ops=10),
         ]
         found += contracted(of_product, per_adapter, squares)
         terms["dmagnitude"] = [_viewed(t, magnitude.shape) for t in found]

@@ -8,15 +8,16 @@ Dimension key: M tokens (the product of all leading dims), N out features, K in 
     c = magnitude / ‖W + scale · B · A‖_row     1 without magnitude; the norm is a constant of the gradient
     y = round(activation(c · u + bias))
 
-magnitude: DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353. With `adapter` each row m has A, B, scale and c of its
-own, those of adapter[m]; what is none of 0 … G − 1 (−1 by convention) means no adapter: u = x · Wᵀ, c = 1.
+magnitude: DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353; where the norm is 0, c is NaN. With `adapter` each row m has
+A, B, scale and c of its own, those of adapter[m]; what is none of 0 … G − 1 (−1 by convention) means no adapter: u = x · Wᵀ and
+c = 1.
 
 lora_qkv is several such layers on one x; lora_swiglu_mlp puts swiglu between (gate, up) and down.
 
 Where values are rounded (everything else is computed in fp32, or float64 where an input is float64): y, to x's dtype; in
-backward with an activation or magnitude, u where it is saved and du where it is multiplied, to x's dtype; each gradient once, to
-its argument's dtype. S and dS keep more than 16 bits: where x has 16, they, A and B enter products as a sum of two 16-bit
-numbers.
+backward with an activation or magnitude, u where it is saved and du where it is multiplied, to x's dtype, with a magnitude alone
+not for dS and dB; each gradient once, to its argument's dtype. S and dS have fp32's digits. Where x has 16 bits, they, A and B
+enter y and dx as a sum of two 16-bit numbers each.
 The dtype rule: y has x's dtype; weight, A and B may have any.
 """
 
@@ -104,6 +105,11 @@ class _Parts(NamedTuple):
         """S [M, G, R], zero in the adapters that are not a row's."""
         return torch.einsum("mk,grk->mgr", self.dropped, self.a) * self.rows[:, :, None]
 
+    def norms(self) -> Tensor:
+        """‖W + scale · B · A‖_row [G, N], a constant; NaN where it is 0, as a direction is undefined there."""
+        norms = (self.w + self.s[:, None, None] * (self.b @ self.a)).detach().norm(dim=-1)
+        return norms.where(norms > 0, torch.nan)
+
     def u(self) -> Tensor:
         return self.x @ self.w.T + torch.einsum("mgr,gnr->mn", self.down() * self.s[:, None], self.b)
 
@@ -138,8 +144,7 @@ def _row_scale(parts: _Parts, magnitude: Tensor | None) -> Tensor | None:
     """c [M, N]; None without magnitude."""
     if magnitude is None:
         return None
-    full = parts.w + parts.s[:, None, None] * (parts.b @ parts.a)  # [G, N, K]
-    c = magnitude.to(parts.w.dtype).reshape(len(parts.a), -1) / full.detach().norm(dim=-1)
+    c = magnitude.to(parts.w.dtype).reshape(len(parts.a), -1) / parts.norms()
     return parts.rows @ c + (1 - parts.rows.sum(1, keepdim=True))
 
 
@@ -173,12 +178,17 @@ def lora_linear_backward(
     if activation:
         z = (u if c is None else c * u) + (0 if bias is None else bias.to(wide))
         dz = dz * (torch.sigmoid(z) * (1 + z * torch.sigmoid(-z)))
-    du = dz if u is None else (dz if c is None else dz * c).to(x.dtype).to(wide)
-    S, dS = parts.down(), torch.einsum("mn,gnr->mgr", du, parts.b) * parts.rows[:, :, None] * parts.s[:, None]
+    low = dz if c is None else dz * c  # du for the adapters
+    du = low if u is None else low.to(x.dtype).to(wide)
+    low = du if activation else low
+    S, dS = (
+        parts.down(),
+        torch.einsum("mn,gnr->mgr", low, parts.b) * parts.rows[:, :, None] * parts.s[:, None],
+    )
     through = torch.einsum("mgr,grk->mk", dS, parts.a)
     dx = du @ parts.w + (through if parts.factor is None else through * parts.factor)
     dA = torch.einsum("mgr,mk->grk", dS, parts.dropped)
-    dB = torch.einsum("mn,mgr->gnr", du, S * parts.s[:, None])
+    dB = torch.einsum("mn,mgr->gnr", low, S * parts.s[:, None])
     found = {
         "x": dx.view(x.shape).to(x.dtype),
         "lora_a": dA.reshape(lora_a.shape).to(lora_a.dtype),
@@ -189,12 +199,8 @@ def lora_linear_backward(
     if bias is not None:
         found["bias"] = dz.sum(0).to(bias.dtype)
     if magnitude is not None:
-        full = parts.w + parts.s[:, None, None] * (parts.b @ parts.a)
-        found["magnitude"] = (
-            (parts.rows.T @ (dz * u) / full.detach().norm(dim=-1))
-            .reshape(magnitude.shape)
-            .to(magnitude.dtype)
-        )
+        dmagnitude = parts.rows.T @ (dz * u) / parts.norms()
+        found["magnitude"] = dmagnitude.reshape(magnitude.shape).to(magnitude.dtype)
     return found
 
 
