@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.harness.interpreter import interpreting
-from experiments import _environment, _figures, _timing, bench, report, swiglu
+from experiments import _environment, _figures, _timing, bench, lora_linear, report, swiglu
 from experiments._environment import read_records, slug, unverified
 from experiments._timing import Contestant, Timing
 from experiments.rms_norm import ROWS, row
@@ -152,6 +152,42 @@ def test_swiglu_rows_are_laid_out_as_they_say():
     assert len(made("4×8×16 frozen").wanted) == 1
     with pytest.raises(ValueError, match="is none of"):
         swiglu.row("4×8 sideways")
+
+
+@pytest.mark.skipif(not interpreting(), reason="the stand-in stopwatch runs kernels on the CPU")
+@pytest.mark.parametrize("shape", ["9×24×16+8+8 r4", "9×24×16+8 r4 narrow", "mlp 9×24×40 r4"])
+def test_stacks_of_adapted_layers_are_the_same_in_every_implementation(cpu_bench: bench.Bench, shape: str):
+    work = lora_linear.row(shape, ("fwd", "bwd", "fwd+bwd"))
+    impls = ["reference", "torch", "recipe", "fast"]
+    records = list(cpu_bench.measure(work, "bf16", impls, ["fwd", "bwd", "fwd+bwd"]))
+    assert [r.get("reason") for r in records] == [None] * 12
+    assert {r["function"] for r in records} == {"lora_swiglu_mlp" if "mlp" in shape else "lora_qkv"}
+
+
+def test_stacks_of_adapted_layers_count_x_once():
+    """M = 8, K = 16, bf16, adapters of rank 4 in fp32."""
+
+    def cost(shape: str) -> Any:
+        work = lora_linear.row(f"{shape} r4")
+        return work.cost(work.make(torch.bfloat16, torch.device("meta"), None))
+
+    x, single, pair, mlp = 8 * 16 * 2, cost("8×16×32"), cost("8×16×32+32"), cost("mlp 8×16×32")
+    assert pair.forward.bytes == 2 * single.forward.bytes - x
+    assert pair.backward.bytes == 2 * single.backward.bytes - 2 * x
+    assert pair.forward.flops == 2 * single.forward.flops
+    assert pair.saved == 2 * single.saved - x == x + 2 * 8 * 4 * 4
+    hidden, s = 8 * 32 * 2, 8 * 4 * 4
+    weights, adapters = 3 * 16 * 32 * 2, 3 * (16 + 32) * 4 * 4
+    assert mlp.saved == x + 2 * hidden + 3 * s
+    assert mlp.forward.bytes == 2 * x + weights + adapters + 2 * hidden
+    assert mlp.backward.bytes == 3 * x + weights + 2 * adapters + 2 * hidden
+    assert mlp.forward.flops == 3 * single.forward.flops + 6 * 8 * 32
+
+
+def test_functions_composed_of_others_are_vouched_for_by_those(tmp_path: Path):
+    work = [(lora_linear.row(shape), "bf16") for shape in ("8×8×8+8", "mlp 8×8×8", "8×8×8")]
+    (line,) = bench.refused(work, tmp_path / "verify.jsonl", "NVIDIA H200")
+    assert line.startswith("fast.lora_linear in bf16 is not verified")
 
 
 def test_a_frozen_block_counts_no_products_for_its_weights():

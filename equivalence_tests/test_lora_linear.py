@@ -19,7 +19,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SKINNY, MATMUL, EPILOGUE, STACK = (
     f"fast._lora_linear_{n}" for n in ("skinny", "matmul", "epilogue", "stack")
 )
-PASS, SUM, SPLIT = (f"{SKINNY}:{n}" for n in ("_lora_linear_skinny", "_lora_linear_sum", "split"))
+PASS, SUM = (f"{SKINNY}:{n}" for n in ("_lora_linear_skinny", "_lora_linear_sum"))
+SPLIT = "fast._lora_linear_digits:split"
 PRODUCT, ADDED, AFFINE = (f"{MATMUL}:{n}" for n in ("_lora_linear_matmul", "added", "affine"))
 BEFORE, NORMS = f"{EPILOGUE}:_lora_linear_bwd_epilogue", f"{EPILOGUE}:weight_norms"
 BWD, FWD = f"{STACK}:stack_bwd", f"{STACK}:stack_fwd"

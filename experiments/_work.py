@@ -19,14 +19,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PHASES = ("fwd", "bwd", "fwd+bwd")
 
 
+def _parts(value: Any) -> dict[str, Any]:
+    """The attributes of a quantised weight, whose tensors count as the call's; none of anything else."""
+    return vars(value) if hasattr(value, "dequantize") and not isinstance(value, Tensor) else {}
+
+
 @dataclass
 class Call:
-    """Arguments of one call and the cotangents of its outputs. `wanted` are the tensors that get a gradient."""
+    """Arguments of one call, in nested tuples too, and the cotangents of its outputs. `wanted`: the tensors with a gradient."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -34,30 +40,26 @@ class Call:
     wanted: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        tensors = (*self.args, *self.kwargs.values())
-        self.wanted = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+        given = tree_leaves((self.args, self.kwargs))
+        self.wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Call":
         """The call with every tensor changed."""
 
         def changed(value: Any) -> Any:
-            if hasattr(value, "dequantize") and not isinstance(value, Tensor):
-                weight = copy(value)
-                vars(weight).update({name: changed(part) for name, part in vars(value).items()})
-                return weight
+            if parts := _parts(value):
+                value = copy(value)
+                vars(value).update({name: changed(part) for name, part in parts.items()})
             return change(value) if isinstance(value, Tensor) else value
 
-        kwargs = {name: changed(value) for name, value in self.kwargs.items()}
-        return Call(tuple(map(changed, self.args)), kwargs, tuple(map(changed, self.cotangents)))
+        return Call(*tree_map(changed, (self.args, self.kwargs, self.cotangents)))
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the call, those inside of quantised weights too, cotangents last."""
-        given = (*self.args, *self.kwargs.values(), *self.cotangents)
-        parts = [
-            vars(v).values() if hasattr(v, "dequantize") and not isinstance(v, Tensor) else [v] for v in given
-        ]
-        return [t for part in parts for t in part if isinstance(t, Tensor)]
+        leaves = tree_leaves((self.args, self.kwargs, self.cotangents))
+        parts = (part for leaf in leaves for part in (leaf, *_parts(leaf).values()))
+        return [t for t in parts if isinstance(t, Tensor)]
 
     def outputs(self, function: Callable) -> tuple[Tensor, ...]:
         found = function(*self.args, **self.kwargs)

@@ -127,7 +127,7 @@ class Bench:
                     entrants[impl], figures[impl] = self._enter(function, phase, calls)
                 except Exception as error:
                     # A peer may fail in any way (memory, compiler, capture); the table then says so instead of stopping.
-                    reasons[impl, phase] = _why(error)
+                    reasons[impl, phase] = why(error)
             # Peers that write gradients into what they were given would go on from their own results.
             timing = _timing.race({"copy": self.copy, **entrants}, self.stream, before_each=restore)
             for impl in impls:
@@ -151,7 +151,7 @@ class Bench:
                     raise ValueError(f"differs from the reference by {error:.2g} of its norm")
                 ready[impl] = function
             except Exception as error:
-                reasons[impl] = _why(error)
+                reasons[impl] = why(error)
         torch.cuda.empty_cache()
         return ready, reasons
 
@@ -193,7 +193,8 @@ class Bench:
         return {"note": notes[impl]} if impl in notes else {}
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """The reason that a record or a table gives: its kind and its first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -210,13 +211,15 @@ def selected(given: argparse.Namespace) -> list[tuple[Row, str]]:
 
 
 def refused(work: list[tuple[Row, str]], path: Path, device: str) -> list[str]:
-    """A line for each function and dtype that has no verdict on this device. A class has no verdicts: its own tests judge it, and
-    the digest of its operation's functions says that these are the sources."""
-    from equivalence_tests.harness import operations as judged
+    """A line for each function and dtype that has no verdict on this device. Classes, and functions composed of others, have no
+    verdicts: their own tests judge them, and the digest of the operation's judged functions says that these are the sources."""
+    from equivalence_tests.harness import operations as harness
 
-    of_op = {o.op: o.function for o in judged.operations()}
+    judged = [(o.op, o.function) for o in harness.operations()]
+    stand_in = dict(judged)
     asked = dict.fromkeys(
-        (row.op, of_op[row.op] if "." in row.function else row.function, dtype) for row, dtype in work
+        (row.op, row.function if (row.op, row.function) in judged else stand_in[row.op], dtype)
+        for row, dtype in work
     )
     found = (
         (function, dtype, unverified(op, function, dtype, device, path)) for op, function, dtype in asked

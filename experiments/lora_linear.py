@@ -1,7 +1,6 @@
 """Linear layers with adapters measured: the rows that bench times, the peers beside them, and the fusion ladders."""
 
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -13,11 +12,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from experiments import _lora_linear_stacks as stacks
 from experiments._ladder import Ladder, Step, main
+from experiments._lora_linear_stacks import RANK, SCALE, dropout_options, numbers, source
 from experiments._work import Call, Row
 
 WORDS = ("narrow", "trained", "base", "dropout", "silu", "bias", "dora")
-SCALE, DROPOUT, RANK = 2.0, 0.1, 16
 
 
 def row(shape: str, phases: tuple[str, ...] = ("fwd", "bwd")) -> Row:
@@ -25,14 +25,15 @@ def row(shape: str, phases: tuple[str, ...] = ("fwd", "bwd")) -> Row:
     (adapters of x's dtype, not of fp32); trained (dW is wanted); dropout (0.1), silu, bias, dora; base.
 
     base: a fresh adapter, B = 0, and dx alone is wanted. The plain product computes the same, so it can be timed beside.
+    Several layers, "M×K×N1+N2+…" and "mlp M×K×F": experiments/_lora_linear_stacks.py.
     """
+    if shape.startswith("mlp ") or "+" in shape:
+        return stacks.row(shape, phases)
     sizes, words = [int(size) for size in shape.split()[0].split("×")], shape.split()[1:]
-    numbers = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[rg]\d+", word)}
-    if unknown := [word for word in words if word not in WORDS and not re.fullmatch(r"[rg]\d+", word)]:
-        raise ValueError(f"shape: {', '.join(unknown)} is none of {', '.join(WORDS)}, rN, gN")
+    found = numbers(words, "rg", WORDS)
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> Call:
-        return _call(sizes, numbers.get("r", RANK), numbers.get("g"), words, dtype, device, generator)
+        return _call(sizes, found.get("r", RANK), found.get("g"), words, dtype, device, generator)
 
     backward = _backward_of_x if "base" in words else _backward_with_weight if "trained" in words else None
     return Row("lora_linear", "lora_linear", shape, make, phases, backward)
@@ -47,7 +48,7 @@ def _call(
     device: torch.device,
     generator: torch.Generator | None,
 ) -> Call:
-    (M, K, N), fresh = sizes, _source(device, generator)
+    (M, K, N), fresh = sizes, source(device, generator)
     own, lead = dtype if "narrow" in words else torch.float32, () if G is None else (G,)
     x, weight, dy = fresh(M, K, dtype=dtype), fresh(N, K, dtype=dtype).mul_(K**-0.5), fresh(M, N, dtype=dtype)
     a, b = fresh(*lead, R, K, dtype=own).mul_(K**-0.5), fresh(*lead, N, R, dtype=own).mul_(R**-0.5)
@@ -66,7 +67,7 @@ def _call(
                 -1, G, (M,), dtype=torch.int32, device=device, generator=generator
             )
     if "dropout" in words:
-        options |= {"dropout_p": DROPOUT, "seed": torch.full((), 5, dtype=torch.int64, device=device)}
+        options |= dropout_options(device)
     if "silu" in words:
         options["activation"] = "silu"
     if "bias" in words:
@@ -78,15 +79,6 @@ def _call(
     for tensor in wanted:
         tensor.requires_grad_()
     return Call((x, weight, a, b), options, (dy,))
-
-
-def _source(device: torch.device, generator: torch.Generator | None) -> Callable[..., Tensor]:
-    def fresh(*size: int, dtype: torch.dtype) -> Tensor:
-        if generator is None:
-            return torch.empty(size, dtype=dtype, device=device)
-        return torch.randn(size, dtype=dtype, device=device, generator=generator)
-
-    return fresh
 
 
 def _backward_of_x(call: Call) -> Any:
@@ -124,6 +116,8 @@ ROWS = [
     row("8192×4096×4096 r16 dora"),
     *(row(f"{M}×4096×4096 r16 base", ALL) for M in (256, 1024, 8192)),
     row("8192×4096×14336 r16 base", ALL),
+    row("8192×4096×4096+1024+1024 r16", ALL),
+    row("mlp 8192×4096×14336 r16", ALL),
 ]
 
 
@@ -147,6 +141,9 @@ def compiled(architecture: int) -> Iterator[Row]:
     for M, N in sorted(hopper):
         for words in ("", " narrow", " silu bias", " dora silu bias", " dropout"):
             yield row(f"{M}×256×{N}{words}")
+        yield row(f"{M}×{N}×64")  # whose dx is [M, N]
+        yield row(f"{M}×{N}×64 dropout")
+    yield from stacks.compiled(hopper)
 
 
 def _limits(module: Any, name: str, architecture: int) -> set:
@@ -291,17 +288,18 @@ def _refuse(peer: str, **given: bool) -> None:
 
 PEERS = {
     "gemm": {"lora_linear": _gemm},
-    "torch": {"lora_linear": _torch},
+    "torch": stacks.peers(_torch),
     # torch's own chain is compiled: the reference multiplies in fp32.
-    "compile": {"lora_linear": _torch},
-    "peft": {"lora_linear": _peft},
-    "recipe": {"lora_linear": _recipe},
+    "compile": stacks.peers(_torch),
+    "peft": stacks.peers(_peft),
+    "recipe": stacks.peers(_recipe),
 }
 
 NOTES = {
     "reference": "multiplies in fp32",
     "gemm": "F.linear without an adapter, in the rows `base`: what the other figures are to be divided by",
-    "torch": "what PEFT computes, written out: x cast to the adapters' dtype, their result added to F.linear's and cast",
+    "torch": "what PEFT computes, written out: x cast to the adapters' dtype, their result added to F.linear's and cast; "
+    "several layers one by one, F.silu(gate) * up between them",
     "compile": "torch.compile of torch's chain",
     "peft": "peft.tuners.lora.Linear through torch.func.functional_call, whose host time counts",
     "recipe": "everything in x's dtype, addmm over the result of the product, in both directions; S and dS computed twice",

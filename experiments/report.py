@@ -115,6 +115,25 @@ def verified(records: list[Record], op: str) -> str:
     return "\n".join([f"On {_where(found[0])}", "", *_table(head, rows), ""])
 
 
+def saved(records: list[Record], op: str) -> str:
+    """What autograd keeps from forward to backward: x itself or not, and what is beyond it, in MiB and in x's bytes."""
+    found = [r for r in records if r.get("op") == op and "saved_x_bytes" in r]
+    if not found:
+        return ""
+    cells = {
+        (r["shape"], r["dtype"], r["impl"]): f"{'x + ' if r['saved_x_bytes'] else ''}"
+        f"{r['saved_other_bytes'] / 2**20:.1f} ({r['times_x']:.2f})"
+        for r in found
+    }
+    impls = _impls(found)
+    rows = [
+        [*key, *(cells.get((*key, impl), "–") for impl in impls)]
+        for key in dict.fromkeys(k[:2] for k in cells)
+    ]
+    unit = "MiB kept for the backward pass beyond parameters and x (÷ x's bytes), and whether x itself is"
+    return "\n".join([f"On {_where(found[0])}; {unit}.", "", *_table(["shape", "dtype", *impls], rows), ""])
+
+
 def registration(records: list[Record], op: str) -> str:
     """Host cost of the ways to register an operation; the same for every operation."""
     found = [r for r in records if "registration" in r]
@@ -133,15 +152,21 @@ KINDS: dict[str, Callable[[list[Record], str], str]] = {
     "memory": memory,
     "ladder": ladder,
     "verified": verified,
+    "saved": saved,
     "registration": registration,
 }
+
+
+def _impls(records: list[Record]) -> list[str]:
+    """In the order of the tables' columns."""
+    found = {r["impl"] for r in records}
+    return [*(i for i in IMPLS if i in found), *sorted(found - set(IMPLS))]
 
 
 def _per_implementation(records: list[Record], field: str, unit: str, form: str) -> str:
     if not records:
         return ""
-    impls = [i for i in IMPLS if any(r["impl"] == i for r in records)]
-    impls += sorted({r["impl"] for r in records} - set(impls))
+    impls = _impls(records)
     cells = {(r["shape"], r["dtype"], r["phase"], r["impl"]): r for r in records}
     head = ["shape", "dtype", "phase", *impls]
     limited = field in ("gbps", "kernel_ms") and any(r["impl"] == "fast" for r in records)

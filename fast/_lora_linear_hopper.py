@@ -9,14 +9,13 @@ fast/_triton/hopper.py has the parts. Triton's interpreter does not run Gluon: v
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from fast._lora_linear_skinny import split
+from fast._lora_linear_digits import HI, MID, spread
 from fast._triton.device import num_sms
 from fast._triton.gemm import grouped_tile
 from fast._triton.hopper import (
@@ -44,15 +43,6 @@ HOPPER = Table(
             (2**62, config(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=4, SLOTS=4, num_warps=4)),
         ],
         100: [(1, None)],
-    },
-)
-WIDEN = Table(
-    "lora_linear_widen",
-    {
-        80: [
-            (16, config(BLOCK_I=32, BLOCK_R=16, num_warps=4)),
-            (256, config(BLOCK_I=32, BLOCK_R=64, num_warps=4)),
-        ]
     },
 )
 
@@ -222,48 +212,10 @@ def _store(u, C, BIAS, PRE, OUT, buffer, m, first, N, ACTIVATION: gl.constexpr):
     store_tile(OUT, u.to(OUT.dtype), buffer, m, first)
 
 
-# fmt: off
-@triton.jit
-def _lora_linear_widen(
-    X, stride_xi, stride_xr,      # [rows, R]           in
-    OUT, stride_oi, stride_or,    # [rows, PARTS · R]   out   hi | lo | hi, or hi | hi | lo where TWICE
-    rows, R,
-    PARTS: tl.constexpr, TWICE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-):
-    # fmt: on
-    offs_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (offs_i < rows)[:, None] & (offs_r < R)[None, :]
-    x = tl.load(X + offs_i[:, None] * stride_xi + offs_r[None, :].to(tl.int64) * stride_xr, mask=mask, other=0.0)
-    hi, lo = split(x, OUT.dtype.element_ty)
-    out = OUT + offs_i[:, None] * stride_oi + offs_r[None, :].to(tl.int64) * stride_or
-    tl.store(out, hi, mask=mask)
-    tl.store(out + R * stride_or, hi if TWICE else lo, mask=mask)
-    if PARTS == 3:
-        tl.store(out + 2 * R * stride_or, lo if TWICE else hi, mask=mask)
-
-
-def widened(
-    x: Tensor, dtype: torch.dtype, parts: int, twice: bool, device: torch.device, rows_last: bool = False
-) -> Tensor:
-    """x [rows, R] as [rows, parts · R] of dtype, columns padded by zeros to whole 8s; stored transposed with rows_last."""
-    rows, R = x.shape
-    width = cdiv(parts * R, 8) * 8
-    shape = (width, rows) if rows_last else (rows, width)
-    stored = x.new_empty(shape, dtype=dtype) if width == parts * R else x.new_zeros(shape, dtype=dtype)
-    out = stored.T if rows_last else stored
-    tile = WIDEN.pick(R, device)
-    launch(
-        _lora_linear_widen, (cdiv(rows, tile["BLOCK_I"]), cdiv(R, tile["BLOCK_R"])), device,
-        x, *x.stride(), out, *out.stride(), rows, R, PARTS=parts, TWICE=twice, **tile.options,
-    )  # fmt: skip
-    return stored
-
-
 def hopper_tile(pairs: list[tuple[Tensor, Tensor]], k_major: bool, device: torch.device) -> Config | None:
     """The configuration for products a [M, K] · b [K, N] ([N, K] with k_major); None: not this kernel."""
-    (a, b), N = pairs[0], pairs[0][1].shape[0 if k_major else 1]
-    tile = HOPPER.pick(a.shape[0] * N, device)
+    (M, _), N = pairs[0][0].shape, pairs[0][1].shape[0 if k_major else 1]
+    tile = HOPPER.pick(M * N, device)
     return tile if tile is not None and N % 8 == 0 and addressable(*(t for pair in pairs for t in pair)) else None
 
 
@@ -291,10 +243,9 @@ def hopper_matmul(
     if t is None:
         operands = [(None, None)]
     else:
-        parts = 2 if u.dtype == dtype else 3
-        t_wide = widened(t, dtype, parts, twice=False, device=device)
-        u_wide = widened(u if k_major else u.T, dtype, parts, twice=True, device=device, rows_last=not k_major)
-        operands = [(t_wide, u_wide)]
+        of_t, of_u = ((HI, MID), (HI, HI)) if u.dtype == dtype else ((HI, MID, HI), (HI, HI, MID))
+        jobs = [(t, of_t, False), (u if k_major else u.T, of_u, not k_major)]
+        operands = [tuple(spread(jobs, dtype, cdiv(t.shape[1], 8) * 8, device))]
     operands += [*pairs, *[(None, None)] * (3 - len(pairs))]
     lengths = [0 if a is None else a.shape[1] for a, _ in operands]
     wide = out.dtype == torch.float32

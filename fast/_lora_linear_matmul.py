@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fast._lora_linear_digits import split
 from fast._lora_linear_hopper import hopper_matmul, hopper_tile
-from fast._lora_linear_skinny import split
 from fast._triton.dropout import kept
 from fast._triton.gemm import grouped_tile
 from fast._triton.launch import cdiv, launch

@@ -6,6 +6,7 @@
 A program takes BLOCK_C columns of Z and ROWS of its rows, and reads each of their elements once, for both products. It
 leaves its addends of P and Q in fp32; `_lora_linear_sum` adds them in a fixed order, whichever program came first.
 U and V may have more digits than Z: `digits` says how they enter as several numbers of Z's dtype, into one accumulator.
+On Hopper fast/_lora_linear_pass.py is faster, where it can.
 """
 
 import torch
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fast._lora_linear_digits import digits
+from fast._lora_linear_pass import hopper_pass, pass_tile
 from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
@@ -116,28 +119,6 @@ def multiplied(z, hi, mid, lo, GIVEN: tl.constexpr):
     return tl.dot(z, hi, product, input_precision="ieee")
 
 
-@triton.jit
-def digits(value, DTYPE: tl.constexpr):
-    """value = unit · (hi + mid + lo) of DTYPE, with fp32's digits: bf16 takes three numbers, fp16 two. As fp16 has few
-    exponents, each column is scaled there by a power of two, its unit, so that its largest number lies from 2¹³ to 2¹⁴."""
-    unit = tl.full([value.shape[1]], 1.0, tl.float32)
-    if (tl.float16 == DTYPE) & (value.dtype != DTYPE):
-        exponent = tl.max(tl.abs(value.to(tl.float32)), axis=0).to(tl.int32, bitcast=True) & 0x7F800000
-        exponent = tl.minimum(tl.maximum(exponent, 14 << 23), 253 << 23)
-        unit = (exponent - (13 << 23)).to(tl.float32, bitcast=True)
-        value = value.to(tl.float32) * ((253 << 23) - exponent + (14 << 23)).to(tl.float32, bitcast=True)[None, :]
-    hi = value.to(DTYPE)
-    mid, lo = split(value.to(tl.float32) - hi.to(tl.float32), DTYPE)
-    return hi, mid, lo, unit
-
-
-@triton.jit
-def split(value, DTYPE: tl.constexpr):
-    """value as hi + lo of DTYPE, to about twice its digits."""
-    hi = value.to(DTYPE)
-    return hi, (value.to(tl.float32) - hi.to(tl.float32)).to(DTYPE)
-
-
 # fmt: off
 @triton.jit
 def _lora_linear_sum(
@@ -187,7 +168,9 @@ def skinny(
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
-    ragged = z.data_ptr() % 16 or any(stride % 16 for stride in z.stride() if stride != 1)
+    if M and seed is None and (tile := pass_tile(z, R, device)):
+        return hopper_pass(z, u, v, device, tile)
+    ragged = z.data_ptr() % 16 or z.stride(0) % 16 or z.stride(1) != 1
     table = SKINNY_FP32 if z.dtype == torch.float32 else SKINNY_RAGGED if ragged else SKINNY
     tile = table.pick(R, device)
     grid = cdiv(C, tile["BLOCK_C"]), cdiv(M, tile["ROWS"]), cdiv(R, tile["BLOCK_R"])

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from fast._lora_linear_autograd import gated, stack
+from fast._lora_linear_digits import SPREAD
 from fast._lora_linear_epilogue import EPILOGUE
-from fast._lora_linear_hopper import HOPPER, WIDEN
+from fast._lora_linear_hopper import HOPPER
 from fast._lora_linear_matmul import MATMUL, MATMUL_FP32, MATMUL_SCALED
+from fast._lora_linear_pass import PASS
 from fast._lora_linear_skinny import SKINNY, SKINNY_FP32, SKINNY_RAGGED, SUM
 from fast._triton.launch import check_supported
 from fast.swiglu import swiglu
@@ -57,11 +59,12 @@ __all__ = [
     "MATMUL",
     "MATMUL_FP32",
     "MATMUL_SCALED",
+    "PASS",
     "SKINNY",
     "SKINNY_FP32",
     "SKINNY_RAGGED",
+    "SPREAD",
     "SUM",
-    "WIDEN",
     "Adapter",
     "lora_linear",
     "lora_qkv",

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from reference._cost import Cost, Work, nbytes
+from reference._lora_linear_cost import lora_linear_cost, lora_qkv_cost, lora_swiglu_mlp_cost
 from reference._lora_linear_majorant import lora_linear_majorant
 from reference._philox import dropout_mask
 from reference._signature import Choices, Dims, check, promote
@@ -46,6 +46,7 @@ Seed = Annotated[int | Tensor | None, Choices((5, 2**40 + 1))]
 Magnitude = Annotated[Tensor | None, Dims("N", dtype="own")]  # or [G, N]
 RowAdapter = Annotated[Tensor | None, Choices((None,))]
 Activation = Literal[None, "silu"]
+LARGEST = {"R": 256}
 
 
 class Adapter(NamedTuple):
@@ -278,34 +279,11 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
     )
 
 
-def lora_linear_cost(
-    x: Tensor,
-    weight: Any,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    *,
-    scale: float | Tensor = 1.0,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    magnitude: Tensor | None = None,
-    adapter: Tensor | None = None,
-    activation: str | None = None,
-) -> Cost:
-    """Only shapes and dtypes are read. The weight counts as frozen. Saved: x, which the caller keeps, S in fp32, and u where
-    backward needs it."""
-    K, N = x.shape[-1], weight.shape[0]
-    M, rank = x.numel() // max(1, K), lora_a.numel() // max(1, K)
-    small, y = nbytes(lora_a, lora_b, bias, magnitude), M * N * x.element_size()
-    given, kept = nbytes(x) + small + weight.nbytes, 4 * M * rank
-    kept += y if activation or magnitude is not None else 0
-    adapter_flops = 2 * M * rank * (K + N)
-    forward = Work(2 * M * N * K + adapter_flops, given + y)
-    backward = Work(2 * M * N * K + 2 * adapter_flops, given + y + nbytes(x) + small)
-    return Cost(forward, backward, nbytes(x) + kept)
-
-
-COST = {"lora_linear": lora_linear_cost}
+COST = {
+    "lora_linear": lora_linear_cost,
+    "lora_qkv": lora_qkv_cost,
+    "lora_swiglu_mlp": lora_swiglu_mlp_cost,
+}
 
 
 def check_lora_linear(
@@ -347,9 +325,10 @@ def check_lora_linear(
         raise ValueError(
             f"{name}: weight must have shape [{sizes['N']}, {sizes['K']}], got {list(weight.shape)}"
         )
-    if min(sizes["K"], sizes["N"], sizes["R"]) < 1 or sizes["R"] > 256:
+    if min(sizes["K"], sizes["N"], sizes["R"]) < 1 or sizes["R"] > LARGEST["R"]:
         raise ValueError(
-            f"{name}: K and N must be at least 1 and the rank R in 1 … 256, got K={sizes['K']}, N={sizes['N']}, R={sizes['R']}"
+            f"{name}: K and N must be at least 1 and the rank R in 1 … {LARGEST['R']}, "
+            f"got K={sizes['K']}, N={sizes['N']}, R={sizes['R']}"
         )
     _check_scale(scale, sizes.get("G"), x)
     _check_number("dropout_p", dropout_p)

@@ -52,6 +52,11 @@ class Operation:
         return getattr(self.module, f"{self.function}_majorant")
 
     @property
+    def largest(self) -> dict[str, int]:
+        """LARGEST of reference/<op>.py: sizes of dimensions that have a limit."""
+        return getattr(self.module, "LARGEST", {})
+
+    @property
     def arguments(self) -> tuple[Argument, ...]:
         return _arguments(self.definition)
 

@@ -127,7 +127,8 @@ def _sizes(
     left = profile.elements  # of a weight, whose dims are not leading ones
     for word in words:
         if word != "*":
-            sizes[word] = random.choice([size for size in allowed if size <= max(3, left)])
+            limit = min(max(3, left), function.largest.get(word, profile.size))
+            sizes[word] = random.choice([size for size in allowed if size <= limit])
             left //= sizes[word]
     if "*" in words:
         rows = min(rows, max(2, profile.elements // max([1, *sizes.values()])))
