@@ -77,6 +77,16 @@ def test_a_sample_covers_layouts_contents_dims_and_tiles(dtype: str):
     assert any(dict(c.tensors)["weight"] and c.dtype_of("weight") != dtype for c in found)
 
 
+def test_dimensions_with_a_limit_stay_within_it():
+    lora, drawn = operation("lora_linear"), {}
+    for case in islice(sample(lora, "bf16", PROFILES["gpu"], seed=0), 100):
+        for name, size in case.sizes:
+            drawn.setdefault(name, set()).add(size)
+    assert max(drawn["R"]) == lora.largest["R"] == 256
+    assert max(drawn["K"]) > 4096
+    assert RMS_NORM.largest == {}
+
+
 def test_a_seed_gives_the_same_cases_every_time_and_another_seed_others():
     draws = [list(islice(sample(RMS_NORM, "bf16", QUICK, seed), 8)) for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]

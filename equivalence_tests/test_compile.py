@@ -73,22 +73,19 @@ def test_every_configuration_of_every_table_was_compiled(op: str, tmp_path: Path
             )
 
 
-def test_the_fused_products_use_wgmma(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("op", "kernels"),
+    [
+        ("swiglu", {"_swiglu_gate_up", "_products"}),
+        ("lora_linear", {"_lora_linear_hopper", "_lora_linear_pass"}),
+    ],
+)
+def test_the_products_for_hopper_use_wgmma(op: str, kernels: set[str], tmp_path: Path):
     """Gluon has no tt.dot that compile_check could ask, so it is asked here."""
-    options = [
-        "--chip",
-        "sm_90",
-        "--dtype",
-        "bf16",
-        "--kernel",
-        "_swiglu_gate_up",
-        "_products",
-        "--per-kernel",
-        "1",
-    ]
-    status, records, output = compile_check("swiglu", tmp_path, *options)
+    arguments = ["--chip", "sm_90", "--dtype", "bf16", "--kernel", *kernels, "--per-kernel", "1"]
+    status, records, output = compile_check(op, tmp_path, *arguments)
     assert status == 0, output
-    assert {record["kernel"] for record in records} == {"_swiglu_gate_up", "_products"}
+    assert {record["kernel"] for record in records} == kernels
     assert all(record["wgmma"] for record in records)
 
 

@@ -24,42 +24,41 @@ def _lora_linear_bwd_epilogue(
     BIAS,                         # [N]                     in    or None
     DU,                           # [M, N]                  out   rows of stride N
     DBIAS,                        # [parts, N]  out   fp32, or None
-    DC,                           # [parts, G, N]  out   fp32, or None: Σ dz · u
+    DC,                           # [parts, G, N]  out   fp32, or None: Σ dz · u; a program for each g, and g = 0 writes DU
     M, N, G,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):
     # fmt: on
-    part = tl.program_id(0).to(tl.int64)
+    part, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     first = part * ROWS
-    dbias = tl.zeros([BLOCK_N], tl.float32)
-    for g in range(G if DC is not None else 1):
-        dc = tl.zeros([BLOCK_N], tl.float32)
-        for start in range(0, tl.minimum(ROWS, M - first), BLOCK_M):
-            offs_m = first + start + tl.arange(0, BLOCK_M)
-            mask_m = offs_m < M
-            mask = mask_m[:, None] & mask_n[None, :]
-            places = offs_m[:, None] * N + offs_n[None, :]
-            dz = tl.load(DY + offs_m[:, None] * stride_dym + offs_n[None, :] * stride_dyn, mask=mask, other=0.0).to(tl.float32)
-            u = tl.load(U + places, mask=mask, other=0.0).to(tl.float32)
-            if ACTIVATION == "silu":
-                z = affine(u, C, ADAPTER, BIAS, offs_m, offs_n, mask_m, mask_n, N, G)
-                dz *= tl.sigmoid(z) * (1.0 + z * tl.sigmoid(-z))
-            if DC is not None:
-                product = dz * u
-                if ADAPTER is not None:
-                    own = tl.load(ADAPTER + offs_m, mask=mask_m, other=-1)
-                    product = tl.where((own == g)[:, None], product, 0.0)
-                dc += tl.sum(product, axis=0)
-            if g == 0:
-                dbias += tl.sum(dz, axis=0)
-                if C is not None:
-                    dz *= row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G)
-                tl.store(DU + places, dz.to(DU.dtype.element_ty), mask=mask)
+    dbias, dc = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, tl.minimum(ROWS, M - first), BLOCK_M):
+        offs_m = first + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        places = offs_m[:, None] * N + offs_n[None, :]
+        dz = tl.load(DY + offs_m[:, None] * stride_dym + offs_n[None, :] * stride_dyn, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(U + places, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION == "silu":
+            z = affine(u, C, ADAPTER, BIAS, offs_m, offs_n, mask_m, mask_n, N, G)
+            dz *= tl.sigmoid(z) * (1.0 + z * tl.sigmoid(-z))
         if DC is not None:
-            tl.store(DC + (part * G + g) * N + offs_n, dc, mask=mask_n)
+            product = dz * u
+            if ADAPTER is not None:
+                own = tl.load(ADAPTER + offs_m, mask=mask_m, other=-1)
+                product = tl.where((own == g)[:, None], product, 0.0)
+            dc += tl.sum(product, axis=0)
+        dbias += tl.sum(dz, axis=0)
+        if C is not None:
+            dz *= row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G)
+        if g == 0:
+            tl.store(DU + places, dz.to(DU.dtype.element_ty), mask=mask)
+    if DC is not None:
+        tl.store(DC + (part * G + g) * N + offs_n, dc, mask=mask_n)
     if DBIAS is not None:
+        # Every g has the same.
         tl.store(DBIAS + part * N + offs_n, dbias, mask=mask_n)
 
 
@@ -82,7 +81,7 @@ def bwd_epilogue(
     dc = u.new_zeros(parts, G, N, dtype=torch.float32) if need_c else None
     if M:
         launch(
-            _lora_linear_bwd_epilogue, (parts, cdiv(N, tile["BLOCK_N"])), device,
+            _lora_linear_bwd_epilogue, (parts, cdiv(N, tile["BLOCK_N"]), G if need_c else 1), device,
             dy, *dy.stride(), u, c, adapter, bias, du, dbias, dc,
             M, N, G, ACTIVATION=activation, **tile.options,
         )  # fmt: skip

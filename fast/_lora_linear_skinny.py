@@ -20,8 +20,8 @@ from fast._triton.dropout import kept
 from fast._triton.launch import cdiv, launch
 from fast._triton.tuning import Table, config
 
-# By the rank over all adapters. RAGGED where rows of Z are not aligned: there 128 columns need 8 warps, or they spill. Before
-# Hopper the digits of U are in registers: half as many columns.
+# By the rank over all adapters. RAGGED where rows of Z are not aligned: there, and before Hopper (digits of U are in registers),
+# half as many columns, or they spill.
 SKINNY = Table(
     "lora_linear_skinny",
     {
@@ -41,8 +41,8 @@ SKINNY_RAGGED = Table(
     "lora_linear_skinny_ragged",
     {
         80: [
-            (16, config(BLOCK_M=64, BLOCK_C=128, BLOCK_R=16, ROWS=512, num_warps=8, num_stages=3)),
-            (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=4, num_stages=3)),
+            (16, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
+            (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=8, num_stages=3)),
             (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
         ],
     },

@@ -18,10 +18,10 @@ DEQUANTIZE = Table(
         ]
         + [(2048, config(BLOCK_B=1, num_warps=8)), (4096, config(BLOCK_B=1, num_warps=16))],
         90: [
-            (block, config(BLOCK_B=2048 // block, num_warps=8))
+            (block, config(BLOCK_B=2048 // block, num_warps=4))
             for block in (32, 64, 128, 256, 512, 1024, 2048)
         ]
-        + [(4096, config(BLOCK_B=1, num_warps=16))],
+        + [(4096, config(BLOCK_B=1, num_warps=8))],
     },
 )
 QUANTIZE = Table(
