@@ -9,7 +9,6 @@ fast/_triton/hopper.py has the parts. Triton's interpreter does not run Gluon: v
 """
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,14 +57,14 @@ def _lora_linear_hopper(
     B1,      # [K1, N]        in
     A2,      # [M, K2]        in    of a third, or None
     B2,      # [K2, N]        in
-    SEED,    # []      int64  in    of the mask of T·U, or None
+    KEPT, stride_km,  # [M, ⌈N/32⌉]  in  bits, the mask of T·U; or None
     C,       # [N]      fp32  in    or None
     BIAS,    # [N]            in    or None
     ACC,     # [M, N]   fp32  in    rows of stride N, or None
     PRE,     # [M, N]         out   descriptor, tiles [BLOCK_M / 2, BLOCK_N / 4], or None
     OUT,     # [M, N]         out   likewise; None: TOTAL is written
     TOTAL,   # [M, N]   fp32  out   rows of stride N, or None
-    M, N, KT, K, K1, K2, threshold, keep_scale,
+    M, N, KT, K, K1, K2, keep_scale,
     ACTIVATION: gl.constexpr, K_MAJOR: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
 ):
@@ -83,10 +82,10 @@ def _lora_linear_hopper(
     steps = gl.cdiv(K, BLOCK_K) + gl.cdiv(K1, BLOCK_K) + gl.cdiv(K2, BLOCK_K)
     # fmt: off
     gl.warp_specialize([
-        (_multiply, (a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
-                     threshold, keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(0))),
-        (_multiply, (a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
-                     threshold, keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(1))),
+        (_multiply, (a_tiles, b_tiles, out, full, free, KEPT, stride_km, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
+                     keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(0))),
+        (_multiply, (a_tiles, b_tiles, out, full, free, KEPT, stride_km, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps,
+                     keep_scale, ACTIVATION, K_MAJOR, BLOCK_M, BLOCK_N, GROUP_M, SLOTS, gl.constexpr(1))),
         (_fetch, (T, U, A, B, A1, B1, A2, B2, a_tiles, b_tiles, full, free, M, N, KT, K, K1, K2, K_MAJOR,
                   BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SLOTS)),
     ], [4, 1], [240, 24])
@@ -137,7 +136,7 @@ def _fetch_product(
 # fmt: off
 @gluon.jit
 def _multiply(
-    a_tiles, b_tiles, out, full, free, SEED, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps, threshold, keep_scale,
+    a_tiles, b_tiles, out, full, free, KEPT, stride_km, C, BIAS, ACC, PRE, OUT, TOTAL, M, N, first, steps, keep_scale,
     ACTIVATION: gl.constexpr, K_MAJOR: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
     SLOTS: gl.constexpr, HALF: gl.constexpr,
 ):
@@ -155,9 +154,9 @@ def _multiply(
         mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
         where = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-        if SEED is not None:
+        if KEPT is not None:
             acc, step = multiply(a_tiles, b_tiles, full, free, acc, False, step, first, HALF, K_MAJOR, SLOTS)
-            acc = _dropped(acc, gl.load(SEED), m, n, threshold, keep_scale, layout)
+            acc = _dropped(acc, KEPT, stride_km, m, n, M, N, keep_scale)
             if ACC is not None:
                 acc += gl.load(ACC + where, mask=mask, other=0.0)
             acc, step = multiply(a_tiles, b_tiles, full, free, acc, True, step, steps, HALF, K_MAJOR, SLOTS)
@@ -179,21 +178,21 @@ def _multiply(
 
 
 @gluon.jit
-def _dropped(acc, seed, m, n, threshold, keep_scale, layout: gl.constexpr):
-    """acc ∘ kept · keep_scale. A thread has two neighbouring columns of four that one call of the generator serves."""
+def _dropped(acc, KEPT, stride_km, m, n, M, N, keep_scale):
+    """acc ∘ kept · keep_scale. Every thread has some columns of each word of its rows."""
     ROWS: gl.constexpr = acc.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
-    even, odd = acc.reshape([ROWS, COLUMNS // 2, 2]).split()
-    half: gl.constexpr = even.type.layout
-    pairs = n // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, half))
-    rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, half))
-    zero = gl.zeros([ROWS, COLUMNS // 2], gl.uint32, half)
-    groups, rows = (pairs // 2).to(gl.uint32)[None, :] + zero, rows.to(gl.uint32)[:, None] + zero
-    n0, n1, n2, n3 = tl.philox(seed, groups, rows, zero, zero)
-    second, limit = (pairs % 2 == 1)[None, :], threshold.to(gl.uint32)
-    even = gl.where(gl.where(second, n2, n0) >= limit, even * keep_scale, 0.0)
-    odd = gl.where(gl.where(second, n3, n1) >= limit, odd * keep_scale, 0.0)
-    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), layout, assert_trivial=True)
+    WORDS: gl.constexpr = acc.shape[1] // 32
+    wide = acc.reshape([ROWS, WORDS, 32])
+    layout: gl.constexpr = wide.type.layout
+    of_words: gl.constexpr = gl.SliceLayout(2, layout)
+    rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_words))
+    words = n // 32 + gl.arange(0, WORDS, layout=gl.SliceLayout(0, of_words))
+    mask = (rows < M)[:, None] & (32 * words < N)[None, :]
+    word = gl.load(KEPT + rows.to(gl.int64)[:, None] * stride_km + words[None, :], mask=mask, other=0)
+    i = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    bit = (word.expand_dims(2) >> i[None, :].expand_dims(0)) & 1
+    wide = gl.where(bit != 0, wide * keep_scale, 0.0)
+    return gl.convert_layout(wide.reshape([ROWS, 32 * WORDS]), acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -226,7 +225,7 @@ def hopper_matmul(
     out: Tensor,
     device: torch.device,
     tile: Config,
-    dropout: tuple[Tensor | None, int, float],
+    dropout: tuple[Tensor | None, float],
     *,
     k_major: bool,
     c: Tensor | None = None,
@@ -249,11 +248,11 @@ def hopper_matmul(
     operands += [*pairs, *[(None, None)] * (3 - len(pairs))]
     lengths = [0 if a is None else a.shape[1] for a, _ in operands]
     wide = out.dtype == torch.float32
-    part = block_m // 2, block_n // 4
+    part, (bits, keep_scale) = (block_m // 2, block_n // 4), dropout
     tiles = ((descriptor(a, block_m, block_k), descriptor(b, *b_tile)) for a, b in operands)
     launch(
         _lora_linear_hopper, (min(num_sms(device), cdiv(M, block_m) * cdiv(N, block_n)),), device,
-        *(operand for pair in tiles for operand in pair), dropout[0],
+        *(operand for pair in tiles for operand in pair), bits, 0 if bits is None else bits.stride(0),
         c, bias, acc, descriptor(pre, *part), None if wide else descriptor(out, *part), out if wide else None,
-        M, N, *lengths, *dropout[1:], ACTIVATION=activation, K_MAJOR=k_major, **tile.options,
+        M, N, *lengths, keep_scale, ACTIVATION=activation, K_MAJOR=k_major, **tile.options,
     )  # fmt: skip

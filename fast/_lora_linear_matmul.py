@@ -57,13 +57,13 @@ def _lora_linear_matmul(
     B2, stride_bk2, stride_bn2,            # [K2, N]       in    or None
     T, stride_tm,                          # [M, R]  in    fp32, or None
     U, stride_ur, stride_un,               # [R, N]        in
-    SEED,                                  # []  in    int64, of the mask of T·U; or None
+    KEPT, stride_km,                       # [M, ⌈N/32⌉]   in    bits, the mask of T·U; or None
     C,                                     # [G, N]  in    fp32, or None
     ADAPTER,                               # [M]  in    int, which row of C; None is the first
     BIAS,                                  # [N]           in    or None
     ACC,                                   # [M, N]  in    fp32, another addend, rows of stride N; or None
     OUT, PRE,                              # [M, N]        out   rows of stride N; PRE: A·B + T·U, or None
-    M, N, K, K1, K2, R, G, threshold, keep_scale,
+    M, N, K, K1, K2, R, G, keep_scale,
     ACTIVATION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
@@ -72,6 +72,7 @@ def _lora_linear_matmul(
     offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if T is not None:
         offs_r = tl.arange(0, BLOCK_R)
@@ -89,10 +90,8 @@ def _lora_linear_matmul(
                 acc = tl.dot(t_lo, u_hi, acc, input_precision="ieee")
                 if U.dtype.element_ty != DOT:
                     acc = tl.dot(t_hi, u_lo, acc, input_precision="ieee")
-        if SEED is not None:
-            mask = kept(tl.load(SEED), offs_m, tile_n * BLOCK_N, threshold, BLOCK_N)
-            acc = tl.where(mask, acc * keep_scale, 0.0)
-    mask = mask_m[:, None] & mask_n[None, :]
+        if KEPT is not None:
+            acc = tl.where(kept(KEPT, stride_km, offs_m, offs_n, mask), acc * keep_scale, 0.0)
     places = offs_m[:, None] * N + offs_n[None, :]
     if ACC is not None:
         acc += tl.load(ACC + places, mask=mask, other=0.0)
@@ -153,7 +152,7 @@ def row_scale(C, ADAPTER, offs_m, offs_n, mask_m, mask_n, N, G):
 
 
 PRODUCTS = 3  # of one launch
-NO_DROPOUT = None, 0, 1.0
+NO_DROPOUT = None, 1.0
 
 
 def matmul(
@@ -163,13 +162,13 @@ def matmul(
     out: Tensor,
     device: torch.device,
     *,
-    dropout: tuple[Tensor | None, int, float] = NO_DROPOUT,
+    dropout: tuple[Tensor | None, float] = NO_DROPOUT,
     **epilogue: Any,
 ) -> None:
     """Write out [M, N] from the sum of a·b over pairs of a [M, K] and b [K, N], and of t [M, R] fp32 times u [R, N].
 
-    dropout: seed, threshold and keep_scale of a mask on t·u. epilogue: c [G, N] fp32, adapter [M], bias [N], activation, and
-    pre [M, N], which is written.
+    dropout: bits of a mask on t·u, and what is kept is multiplied by. epilogue: c [G, N] fp32, adapter [M], bias [N],
+    activation, and pre [M, N], which is written.
     """
     (M, _), (_, N) = pairs[0][0].shape, pairs[0][1].shape
     acc = None
@@ -186,7 +185,7 @@ def _matmul(
     u: Tensor | None,
     out: Tensor,
     device: torch.device,
-    dropout: tuple[Tensor | None, int, float],
+    dropout: tuple[Tensor | None, float],
     acc: Tensor | None,
     c: Tensor | None = None,
     adapter: Tensor | None = None,
@@ -213,12 +212,13 @@ def _matmul(
     absent = [(None, 0, 0, None, 0, 0)] * (PRODUCTS - len(pairs))
     operands = [(a, *a.stride(), b, *b.stride()) for a, b in pairs] + absent
     lengths = [len(b) for _, b in pairs] + [0] * len(absent)
+    bits, keep_scale = dropout
     launch(
         _lora_linear_matmul, (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),), device,
         *(field for fields in operands for field in fields),
         t, 0 if t is None else t.stride(0), u, *((0, 0) if u is None else u.stride()),
-        dropout[0], c, adapter, bias, acc, out, pre,
-        M, N, *lengths, R, 1 if c is None else c.shape[0], *dropout[1:], ACTIVATION=activation,
+        bits, 0 if bits is None else bits.stride(0), c, adapter, bias, acc, out, pre,
+        M, N, *lengths, R, 1 if c is None else c.shape[0], keep_scale, ACTIVATION=activation,
         DOT={torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
         BLOCK_R=16 if R <= 16 or dot == torch.float32 else 32, **tile.options,
     )  # fmt: skip

@@ -41,7 +41,7 @@ SKINNY_RAGGED = Table(
     "lora_linear_skinny_ragged",
     {
         80: [
-            (16, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=4, num_stages=3)),
+            (16, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=16, ROWS=512, num_warps=8, num_stages=3)),
             (32, config(BLOCK_M=64, BLOCK_C=64, BLOCK_R=32, ROWS=512, num_warps=8, num_stages=3)),
             (256, config(BLOCK_M=32, BLOCK_C=64, BLOCK_R=64, ROWS=512, num_warps=8, num_stages=3)),
         ],
@@ -70,9 +70,9 @@ def _lora_linear_skinny(
     V, stride_vm,              # [M, R]         in    fp32; or None
     P,                         # [parts, M, R]  out   fp32; one part for every BLOCK_C columns; or None
     Q,                         # [parts, C, R]  out   fp32; one part for every ROWS rows; or None
-    SEED,                      # []             in    int64, of the mask of Z; or None
-    M, C, R, threshold, keep_scale,
-    HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr,
+    KEPT, stride_km,           # [M, ⌈C/32⌉]    in    bits, the mask of Z; or None
+    M, C, R, keep_scale,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr,
 ):
     # fmt: on
     pid_c, pid_m, pid_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -92,8 +92,8 @@ def _lora_linear_skinny(
         mask_m = offs_m < M
         mask_z = mask_m[:, None] & mask_c[None, :]
         z = tl.load(Z + offs_m[:, None] * stride_zm + offs_c[None, :] * stride_zc, mask=mask_z, other=0.0)
-        if HAS_DROPOUT:
-            z = tl.where(kept(tl.load(SEED), offs_m, pid_c * BLOCK_C, threshold, BLOCK_C), z, 0.0).to(z.dtype)
+        if KEPT is not None:
+            z = tl.where(kept(KEPT, stride_km, offs_m, offs_c, mask_z), z, 0.0).to(z.dtype)
         ranks = offs_m[:, None] * R + offs_r[None, :]
         mask = mask_m[:, None] & mask_r[None, :]
         if U is not None:
@@ -159,16 +159,15 @@ def skinny(
     u: Tensor | None,
     v: Tensor | None,
     device: torch.device,
-    seed: Tensor | None = None,
-    threshold: int = 0,
+    bits: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Parts of z·u [parts, M, R] and of zᵀ·v [parts, C, R], fp32, of z [M, C], u [C, R] and v [M, R] (fp32).
-    With a seed z's mask is applied first, and both results are multiplied by keep_scale."""
+    With bits, of fast/_triton/dropout.py, z's mask is applied first, and both results are multiplied by keep_scale."""
     if u is None and v is None:
         return None, None
     (M, C), R = z.shape, (u if u is not None else v).shape[1]
-    if M and seed is None and (tile := pass_tile(z, R, device)):
+    if M and bits is None and (tile := pass_tile(z, R, device)):
         return hopper_pass(z, u, v, device, tile)
     ragged = z.data_ptr() % 16 or z.stride(0) % 16 or z.stride(1) != 1
     table = SKINNY_FP32 if z.dtype == torch.float32 else SKINNY_RAGGED if ragged else SKINNY
@@ -179,8 +178,8 @@ def skinny(
     if M:
         launch(
             _lora_linear_skinny, grid, device, z, *z.stride(), u, *(u.stride() if u is not None else (0, 0)),
-            v, v.stride(0) if v is not None else 0, p, q, seed,
-            M, C, R, threshold, keep_scale, HAS_DROPOUT=seed is not None, **tile.options,
+            v, v.stride(0) if v is not None else 0, p, q, bits, bits.stride(0) if bits is not None else 0,
+            M, C, R, keep_scale, **tile.options,
         )  # fmt: skip
     return p, q
 

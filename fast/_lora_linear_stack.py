@@ -11,6 +11,7 @@ from torch import Tensor
 from fast._lora_linear_epilogue import bwd_epilogue, weight_norms
 from fast._lora_linear_matmul import NO_DROPOUT, matmul
 from fast._lora_linear_skinny import skinny, summed
+from fast._triton.dropout import dropout_bits
 from fast._triton.matmul import add_matmul
 from fast._triton.matmul import matmul as plain_matmul
 from reference._philox import dropout_threshold
@@ -40,11 +41,11 @@ class Dropout(NamedTuple):
     seed: Tensor | None
     p: float
 
-    def of_rows(self) -> tuple:
-        """For skinny and matmul: seed, threshold, factor of what is kept."""
+    def mask(self, x: Tensor) -> tuple[Tensor | None, float]:
+        """For skinny and matmul: bits of x's mask, factor of what is kept."""
         if self.seed is None:
             return NO_DROPOUT
-        return self.seed, dropout_threshold(self.p), 1 / (1 - self.p)
+        return dropout_bits(self.seed, x, dropout_threshold(self.p)), 1 / (1 - self.p)
 
 
 class Saved(NamedTuple):
@@ -129,8 +130,10 @@ def stack_bwd(
         pairs.append((du, layer.weight))
         dw = _weight_gradient(du, x, layer.weight) if need_w else None
         grads.append([dw, None, db, None if dbias is None else dbias.to(layer.bias.dtype), dmagnitude])
-    if any(need[1] for need in needed):
-        _down_gradients(x, layers, dt, dropout, needed, grads)
+    need_down = any(need[1] for need in needed)
+    mask = dropout.mask(x) if dt.shape[1] and (need_x or need_down) else NO_DROPOUT
+    if need_down:
+        _down_gradients(x, layers, dt, mask, needed, grads)
     dx = None
     if need_x and not pairs:
         dx = torch.zeros_like(x)
@@ -138,7 +141,7 @@ def stack_bwd(
         dx = x.new_empty(x.shape)
         through = {"t": None, "u": None}
         if dt.shape[1]:
-            through = {"t": dt, "u": _down_weights(layers), "dropout": dropout.of_rows()}
+            through = {"t": dt, "u": _down_weights(layers), "dropout": mask}
         matmul(pairs, out=dx, device=x.device, **through)
     return dx, grads
 
@@ -148,7 +151,7 @@ def _down(x: Tensor, layers: list[Layer], dropout: Dropout, adapter: Tensor | No
     t = x.new_empty(len(x), sum(layer.columns for layer in layers), dtype=torch.float32)
     if not t.shape[1]:
         return t
-    parts, _ = skinny(x, _down_weights(layers).T, None, x.device, *dropout.of_rows())
+    parts, _ = skinny(x, _down_weights(layers).T, None, x.device, *dropout.mask(x))
     for layer, columns in zip(layers, _places(layers), strict=True):
         if layer.a is not None:
             summed(parts[:, :, columns], t[:, columns], layer.a.shape[1], x.device, layer.scale, adapter)
@@ -162,10 +165,10 @@ def _down_weights(layers: list[Layer]) -> Tensor:
 
 
 def _down_gradients(
-    x: Tensor, layers: list[Layer], dt: Tensor, dropout: Dropout, needed: list[list[bool]], grads: list
+    x: Tensor, layers: list[Layer], dt: Tensor, mask: tuple, needed: list[list[bool]], grads: list
 ) -> None:
     """dA of all layers. One pass over x."""
-    _, sums = skinny(x, None, dt, x.device, *dropout.of_rows())
+    _, sums = skinny(x, None, dt, x.device, *mask)
     for layer, columns, need, found in zip(layers, _places(layers), needed, grads, strict=True):
         if need[1]:
             da = torch.empty_like(layer.a, memory_format=torch.contiguous_format)
