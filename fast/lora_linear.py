@@ -9,12 +9,14 @@ Fusion      eager, bf16                                    here
             passes beyond the product's own: M·K + 6 M·N forward, 5 M·K + 4 M·N backward; here M·K and M·K + M·N
 Floor       the plain product, and 2·M·R·(K + N) FLOPs more: 0.8 % at K = N = 4096, R = 16. At M = 8192 in bf16 the pass over x is
             67 MB beside 0.27 TFLOP.
-Tiles       skinny: a program takes BLOCK_C columns of x (or du) and ROWS rows of it, and leaves parts that are summed in order.
-            matmul: a program takes BLOCK_M × BLOCK_N elements of y (or dx); on Hopper _lora_linear_hopper.
+Tiles       skinny: a program takes BLOCK_C columns of x (or du) and ROWS rows of it, and leaves parts that are summed in order;
+            on Hopper, in bf16, _lora_linear_pass. matmul: a program takes BLOCK_M × BLOCK_N elements of y (or dx), the sum of up
+            to three products; on Hopper _lora_linear_hopper. Those two read digits that _lora_linear_spread has written.
 Adapters    Several adapters in one batch lie side by side, as one of rank G·R; S is 0 where a row has another.
-Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): made anew in the three places that need it.
-Rounding    fp32 inside; S, dS, A and B enter 16-bit products as hi + lo. Rounded are y and the gradients, and with an activation
-            or a magnitude u and du. fp32 products are IEEE.
+Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): made anew in each direction, a bit an element.
+Rounding    fp32 inside; what has more digits enters a 16-bit product as several numbers (fast/_lora_linear_digits.py): all of
+            fp32's in S, dS, dA and dB, two in y and dx. Rounded are y and the gradients, and with an activation or a magnitude
+            u and du. fp32 products are IEEE.
 Determinism no atomics; sums over programs are added in order. B = 0 gives the bits of the base layer in the same launch.
 Limits      fp32, fp16, bf16; ranks of all adapters together cost as one rank: 8 adapters of rank 16 as one of 128.
 """
