@@ -13,7 +13,7 @@ Tiles       skinny: a program takes BLOCK_C columns of x (or du) and ROWS rows o
             on Hopper, in bf16, _lora_linear_pass. matmul: a program takes BLOCK_M × BLOCK_N elements of y (or dx), the sum of up
             to three products; on Hopper _lora_linear_hopper. Those two read digits that _lora_linear_spread has written.
 Adapters    Several adapters in one batch lie side by side, as one of rank G·R; S is 0 where a row has another.
-Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): made anew in each direction, a bit an element.
+Dropout     The mask is a function of seed, row and column (fast/_triton/dropout.py): a bit an element, made anew in backward.
 Rounding    fp32 inside; what has more digits enters a 16-bit product as several numbers (fast/_lora_linear_digits.py): all of
             fp32's in S, dS, dA and dB, two in y and dx. Rounded are y and the gradients, and with an activation or a magnitude
             u and du. fp32 products are IEEE.
