@@ -13,7 +13,6 @@ from fast._lora_linear_matmul import NO_DROPOUT, matmul
 from fast._lora_linear_skinny import skinny, summed
 from fast._triton.dropout import dropout_bits
 from fast._triton.matmul import add_matmul
-from fast._triton.matmul import matmul as plain_matmul
 from reference._philox import dropout_threshold
 
 
@@ -191,8 +190,6 @@ def _by_adapter(columns: Tensor, G: int) -> Tensor:
 
 
 def _weight_gradient(du: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    # cuBLAS may count elements in 32 bits.
+    # cuBLAS may count elements in 32 bits; asked for 16-bit results, it may add parts that it has rounded to 16 bits.
     du, x = (t.contiguous() if max(t.stride()) >= 2**24 else t for t in (du, x))
-    if weight.dtype == x.dtype:
-        return plain_matmul(du.T, x)
     return add_matmul(None, du.T, x).to(weight.dtype)
