@@ -1,4 +1,4 @@
-"""Write the tables of README.md and paper_notes/*.md, and the figures, from experiments/results/<gpu>/*.jsonl.
+"""Write the tables of README.md, experiments/README.md and paper_notes, and the figures, from experiments/results/<gpu>/*.jsonl.
 
     python -m experiments.report           rewrite what stands between the markers, and the figures
     python -m experiments.report --check   change nothing; exit status 1 when something is stale
@@ -10,6 +10,7 @@ kinds are those of `KINDS`. Every figure of a table or plot is in those results;
 import argparse
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
     limited = field in ("gbps", "kernel_ms") and any(r["impl"] == "fast" for r in records)
     if limited:
         head.append("fast, % of the limit")
-    rows, reasons = [], []
+    rows, reasons = [], defaultdict(list)
     for key in dict.fromkeys(key[:3] for key in cells):
         row = list(key)
         for impl in impls:
@@ -180,7 +181,7 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
             value = None if record is None else record[field]
             row.append("–" if value is None else form.format(value))
             if record is not None and "reason" in record:
-                reasons.append(f"{impl}, {key[0]} {key[2]}: {record['reason']}")
+                reasons[impl, record["reason"]].append(f"{key[0]} {key[2]}")
         if limited:
             share = cells.get((*key, "fast"), {}).get("percent_of_limit")
             row.append("–" if share is None else f"{share:.1f}")
@@ -190,13 +191,17 @@ def _per_implementation(records: list[Record], field: str, unit: str, form: str)
         "gbps": f"; a device-to-device copy raced with them: {copies[len(copies) // 2]:.0f} GB/s (median)",
         "kernel_ms": f"; the limit is an 8192³ bf16 product through cuBLAS: {gemms[len(gemms) // 2]:.0f} TFLOP/s",
     }.get(field, "")
+    missing = (
+        f"{impl}, {where[0] if len(where) == 1 else f'{len(where)} figures'}: {reason}"
+        for (impl, reason), where in reasons.items()
+    )
     notes = dict.fromkeys(f"{r['impl']}: {r['note']}." for r in records if "note" in r)
     lines = [
         f"{_where(records[0])}; {unit}{limit}.",
         "",
         *_table(head, rows),
         "",
-        *(f"- {n}" for n in (*notes, *reasons)),
+        *(f"- {n}" for n in (*notes, *missing)),
         "",
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -238,7 +243,11 @@ def main(argv: list[str] | None = None) -> int:
 
     stale = []
     try:
-        for path in (ROOT / "README.md", *sorted((ROOT / "paper_notes").glob("*.md"))):
+        for path in (
+            ROOT / "README.md",
+            ROOT / "experiments" / "README.md",
+            *sorted((ROOT / "paper_notes").glob("*.md")),
+        ):
             before = path.read_text()
             after = filled(before)
             if after != before:
