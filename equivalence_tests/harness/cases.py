@@ -88,6 +88,8 @@ class Case:
     def dtype_of(self, name: str) -> str:
         """Name of a tensor's dtype: its own, another argument's, or the working one."""
         spec, dims = dict(self.tensors)[name], next(a.dims for a in self.operation.tensors if a.name == name)
+        if dims.dtype.startswith("labels "):
+            return "int64"
         if spec is not None and spec.dtype:
             return spec.dtype
         return self.dtype if dims.dtype in ("working", "own") else self.dtype_of(dims.dtype)
@@ -132,6 +134,8 @@ class Case:
     def _tensors(self, name: str, spec: Spec, device: torch.device | str) -> dict[str, Tensor]:
         """The tensor; where it lies in one packed tensor with another, that other one again, too."""
         argument = next(a for a in self.operation.tensors if a.name == name)
+        if argument.labels:
+            return {name: self._labels(argument, spec, device)}
         shape, dtype = self.shape(argument), DTYPES[self.dtype_of(name)]
         partner = self.partner(argument, spec)
         if partner is None:
@@ -143,6 +147,15 @@ class Case:
             partner: self._fill(first, dict(self.tensors)[partner], partner),
             name: self._fill(second, spec, name),
         }
+
+    def _labels(self, argument: Argument, spec: Spec, device: torch.device | str) -> Tensor:
+        """Classes, and in every fourth place the option ignore_index, which leaves the row out."""
+        shape, classes = self.shape(argument), dict(self.sizes)[argument.labels]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {argument.name}".encode()))
+        values = torch.randint(classes, shape, generator=generator)
+        left_out = torch.rand(shape, generator=generator) < 0.25
+        values = torch.where(left_out, dict(self.options)["ignore_index"], values)
+        return layouts.fill(layouts.allocate(spec.layout, shape, torch.int64, device), values.to(device))
 
     def partner(self, argument: Argument, spec: Spec) -> str | None:
         """The tensor that this one shares a packed tensor with: where its layout says so and both have one dtype."""
@@ -161,7 +174,9 @@ class Case:
     def _fill(self, view: Tensor, spec: Spec, name: str) -> Tensor:
         # A sum of huge fp32 numbers and fp16 ones overflows where it is stored as fp16: the narrowest dtype sets the range.
         exponent = min(
-            contents.EXPONENT[DTYPES[self.dtype_of(name)]] for name, given in self.tensors if given
+            contents.EXPONENT[DTYPES[self.dtype_of(name)]]
+            for name, given in self.tensors
+            if given and name in self.operation.differentiable
         )
         fan_in = {a.name: a.dims.fan_in for a in self.operation.tensors}
         if any(fan_in.values()):
@@ -209,7 +224,7 @@ def example(
         sizes=tuple(sizes.items()),
         tensors=chosen,
         options=tuple((a.name, options.get(a.name, a.default)) for a in op.options),
-        requires_grad=tuple(name for name, spec in chosen if spec),
+        requires_grad=tuple(name for name, spec in chosen if spec and name in op.differentiable),
         cotangents=cotangents,
         seed=seed,
         config=config,

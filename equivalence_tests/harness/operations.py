@@ -27,6 +27,11 @@ class Argument:
     needs: str | None
     default: Any
 
+    @property
+    def labels(self) -> str | None:
+        """Of a tensor of class labels (dtype "labels V"), the word of the dimension that they point into; it has no gradient."""
+        return self.dims.dtype.removeprefix("labels ") if self.dims.dtype.startswith("labels ") else None
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -63,6 +68,11 @@ class Operation:
     @property
     def tensors(self) -> tuple[Argument, ...]:
         return tuple(a for a in self.arguments if a.dims)
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """Names of the tensors that may have a gradient."""
+        return frozenset(a.name for a in self.tensors if a.labels is None)
 
     @property
     def options(self) -> tuple[Argument, ...]:

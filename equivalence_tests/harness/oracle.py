@@ -105,7 +105,8 @@ class Sample:
         others = tuple(
             None if c is None else c.flatten().roll(c.shape[-1] + 1).view(c.shape) for c in cotangents
         )
-        required = tuple(a.name for a in operation.tensors if arguments[a.name] is not None)
+        given = (a.name for a in operation.tensors if arguments[a.name] is not None)
+        required = tuple(name for name in given if name in operation.differentiable)
         return cls(operation, arguments, cotangents, others, required)
 
     def describe(self) -> str:
@@ -123,6 +124,11 @@ class Sample:
         }
 
     @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the given tensors that may have a gradient."""
+        return tuple(name for name in self.tensors if name in self.operation.differentiable)
+
+    @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
@@ -134,7 +140,8 @@ class Run:
         self, impl: Callable, sample: Sample, required: tuple[str, ...], dtype: torch.dtype | None = None
     ):
         cast = {
-            name: t.detach() if dtype is None else t.detach().to(dtype) for name, t in sample.tensors.items()
+            name: t.detach().to(dtype) if dtype is not None and t.is_floating_point() else t.detach()
+            for name, t in sample.tensors.items()
         }
         self.leaves = {name: t.requires_grad_(name in required) for name, t in cast.items()}
         self.required, self.dtype, self.saved = required, dtype, Saved()
@@ -167,7 +174,7 @@ def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
 
     again: run it a second time, and with fewer gradients, for what shows only then.
     """
-    judgement, everything, definition = Judgement(), tuple(sample.tensors), sample.operation.definition
+    judgement, everything, definition = Judgement(), sample.differentiable, sample.operation.definition
     named = [*_named("cotangent", sample.cotangents), *_named("other cotangent", sample.others)]
     watch = Watch([*sample.tensors.items(), *named])
     try:
@@ -199,7 +206,7 @@ def judge(sample: Sample, impl: Callable, again: bool = True) -> Judgement:
 
 def subsets(sample: Sample, impl: Callable) -> Judgement:
     """Whether values and gradients keep their bits under every subset of requires_grad."""
-    judgement, everything = Judgement(), tuple(sample.tensors)
+    judgement, everything = Judgement(), sample.differentiable
     try:
         with tiles.forced(sample.operation.op, sample.config):
             full = Run(impl, sample, everything)
@@ -218,8 +225,10 @@ def _rerun(
     judgement: Judgement, sample: Sample, impl: Callable, first: Run, grads: dict[str, Tensor | None]
 ) -> None:
     """Again, without poison: the same bits, whatever ran before and whichever gradients are asked for."""
-    everything = tuple(sample.tensors)
-    other = {name: t.detach().flip(-1) * -0.5 for name, t in sample.tensors.items()}
+    everything = sample.differentiable
+    other = {
+        name: t.detach().flip(-1) * -0.5 if name in everything else t for name, t in sample.tensors.items()
+    }
     args, kwargs = sample.operation.split({**sample.arguments, **other})
     impl(*args, **kwargs)
     stir(sample.device)
@@ -366,7 +375,7 @@ def _bounds(sample: Sample, cotangents: Cotangents, truth: Run) -> tuple[dict[st
     terms = _terms(sample, cotangents, truth)
     if not any(t.rms is not None for found in terms.values() for t in found):
         return terms, 1
-    rows = {a.name for a in sample.operation.tensors if "*" in a.dims.shape.split()}
+    rows = {a.name for a in sample.operation.tensors if "*" in a.dims.shape.split() and a.labels is None}
     given = [
         *(t for name, t in sample.tensors.items() if name in rows),
         *(c for c in cotangents if c is not None),

@@ -29,7 +29,7 @@ def steps(case: Case) -> Iterator[Case]:
     yield from _plainer(case)
     if len(case.cotangents) > 1:
         yield case.replace(cotangents=case.cotangents[:1] if case.cotangents[0] else case.cotangents[1:])
-    given = tuple(name for name, spec in case.tensors if spec)
+    given = tuple(name for name, spec in case.tensors if spec and name in case.operation.differentiable)
     if set(case.requires_grad) != set(given):
         yield case.replace(requires_grad=given)
     if case.seed:

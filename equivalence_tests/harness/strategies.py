@@ -99,6 +99,7 @@ def draw(
     sizes = _sizes(random, function, profile, profile.rows if few_rows else profile.elements, dims)
     tensors = {a.name: _tensor(random, a, dtype) for a in function.tensors}
     given = [name for name, spec in tensors.items() if spec]
+    asked = [name for name in given if name in function.differentiable]
     cotangents: tuple[Spec | None, ...] = (_spec(random),)
     if random.random() < 0.5:
         cotangents += (_spec(random) if random.random() < 0.7 else None,)
@@ -110,7 +111,7 @@ def draw(
         tensors=tuple(tensors.items()),
         options=tuple((a.name, _option(random, a, given)) for a in function.options),
         requires_grad=tuple(
-            given if random.random() < 0.5 else (name for name in given if random.random() < 0.5)
+            asked if random.random() < 0.5 else (name for name in asked if random.random() < 0.5)
         ),
         cotangents=cotangents,
         seed=random.randrange(2**16),
