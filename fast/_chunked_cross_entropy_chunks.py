@@ -118,7 +118,7 @@ def gradients_by_tokens(
     needed: list[bool],
     chunk_bytes: int,
 ) -> tuple[list[Tensor], Gradients]:
-    """Stats.results(), and in fp32 the gradients of Σ l. weights [M]: of the label, of every class, of the token; all_classes: Σ w."""
+    """Stats.results(), and in fp32 the gradients of Σ l. weights [M]: of label, every class and token; all_classes: Σ w."""
     (M, D), V, device, dtype = x.shape, len(head.weight), x.device, x.dtype
     need_x, need_w, need_bias, need_a, need_b = needed
     wide = {"dtype": torch.float32}
@@ -202,16 +202,16 @@ class _LoraGradients:
 
 
 def _parts(total: int, size: int) -> list[tuple[int, int]]:
-    """Of `size` at most, in multiples of 64 where it has as many."""
+    """Of `size` at most, in multiples of 64 where it has as many; one, if an empty one, there always is."""
     size = max(1, size)
     size = size // 64 * 64 if size >= 64 else size
-    return [(start, min(start + size, total)) for start in range(0, total, size)]
+    return [(start, min(start + size, total)) for start in range(0, max(1, total), size)]
 
 
 def _unit(
     factors: tuple[Tensor, Tensor, Tensor], head: Head, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of fp16 a power of two, and its inverse, that brings the largest gradient of a logit near 2¹³: else small ones underflow."""
+    """Of fp16 a power of two, and its inverse, that brings a logit's largest gradient near 2¹³: else small ones underflow."""
     if dtype != torch.float16 or not factors[0].numel():
         return None, None
     of_class = 1.0 if head.class_weight is None else head.class_weight.float().abs().amax()

@@ -1,4 +1,4 @@
-"""One pass over some columns of logits for their statistics, and one for their gradient; fast/chunked_cross_entropy.py explains them."""
+"""One pass over some columns of logits for statistics, one for their gradient; fast/chunked_cross_entropy.py explains them."""
 
 import torch
 import triton

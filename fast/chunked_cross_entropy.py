@@ -1,13 +1,13 @@
-"""Cross-entropy of a language model's head without its logits, in Triton and cuBLAS. The definition is reference/chunked_cross_entropy.py.
+"""Cross-entropy of a head without its logits, in Triton and cuBLAS. The definition is reference/chunked_cross_entropy.py.
 
-Math        r = x·Wᵀ + bias;  z = cap(scale·r);  lse = log Σ exp z;  l = (1 − ε)·w_y·(lse − z_y) + …  (the reference has all terms)
+Math        r = x·Wᵀ + bias;  z = cap(scale·r);  lse = log Σ exp z;  l = (1 − ε)·w_y·(lse − z_y) + …
 Backward    dz = a·p − b·[v = y] − c·w,  p = exp(z − lse);  dr = scale·cap'·dz;  dx = dr·W;  dW = drᵀ·x;  dbias = Σ_m dr
             a, b and c [M] hold the loss's options and cotangents, those of lse and log_prob, too
 Saved       keep="nothing": lse; logits are computed again. keep="gradients": dx and dW of Σ l in fp32, made in the forward pass
 Fusion      eager                                               here
             x·W ─ r ─ float ─ log_softmax ─ nll ─ mean          slice of W ─ r in a buffer ─ _cross_entropy_stats ─ lse, z_y …
             bytes: logits in 16 bits, and three times in 32     keep="gradients": tokens in turn, all classes; dlogits beside r
-Floor       keep="gradients" 6·M·V·D FLOPs, "nothing" 8. At M = 8192, D = 4096, V = 128256 that is 26 and 34 TFLOP beside 1 GB of W.
+Floor       keep="gradients" 6·M·V·D FLOPs, "nothing" 8. At M = 8192, D = 4096, V = 128256: 26 and 34 TFLOP beside 1 GB of W.
 Tiles       stats: a program takes a row of a buffer; dlogits: BLOCK_V columns of a row. Rows that are left out return at once.
 Buffers     chunk_bytes of r in fp32 and dr in x's dtype: CHUNK_BYTES by default. Of tokens in turn, dW is added to in fp32 once
             for each chunk, which costs 245/C of the product with C tokens: a larger buffer is faster.
@@ -32,6 +32,7 @@ from fast._chunked_cross_entropy_chunks import (
     without_ignored,
 )
 from fast._chunked_cross_entropy_kernels import DLOGITS, STATS, Stats, dlogits
+from fast._triton.autocast import cast_as_linear, without_autocast
 from fast._triton.launch import check_supported
 from fast._triton.registration import define
 from reference._chunked_cross_entropy_check import check_chunked_cross_entropy, check_cross_entropy
@@ -40,17 +41,15 @@ from reference.chunked_cross_entropy import (
     ChunkBytes,
     ClassWeight,
     CrossEntropyStats,
-    Head as HeadWeight,
     IgnoreIndex,
     Keep,
-    LogitScale,
     Logits,
+    LogitScale,
     Lora,
     Normalizer,
     Reduction,
     Smoothing,
     Softcap,
-    Stats as ReturnStats,
     Target,
     TokenWeight,
     X,
@@ -58,6 +57,12 @@ from reference.chunked_cross_entropy import (
     chunked_cross_entropy_backward,
     cross_entropy_backward,
     shifted,
+)
+from reference.chunked_cross_entropy import (
+    Head as HeadWeight,
+)
+from reference.chunked_cross_entropy import (
+    Stats as ReturnStats,
 )
 
 __all__ = ["DLOGITS", "STATS", "CrossEntropyStats", "chunked_cross_entropy", "cross_entropy"]
@@ -70,6 +75,7 @@ _HEAD = (
 )
 
 
+@without_autocast
 def chunked_ce_stats(
     x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, smooth, details
 ) -> list[Tensor]:
@@ -77,6 +83,7 @@ def chunked_ce_stats(
     return by_classes(without_ignored(x, label), head, label, smooth, details, chunk_bytes)
 
 
+@without_autocast
 def chunked_ce_backward(
     x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, lse, of_p, of_label, of_all, needed
 ) -> list[Tensor]:  # fmt: skip
@@ -86,12 +93,18 @@ def chunked_ce_backward(
     return [x.new_empty(0) if t is None else t for t in found]
 
 
+@without_autocast
 def chunked_ce_gradients(
-    x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, of_label, of_all, token, all_classes,
-    z_loss, smooth, needed,
+    x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, of_label, of_all, token,
+    all_classes, z_loss, smooth, needed,
 ) -> list[Tensor]:  # fmt: skip
-    head, weights = Head(weight, bias, a, b, lora_scale, class_weight, logit_scale, softcap), (of_label, of_all, token)
-    stats, found = gradients_by_tokens(x, head, label, weights, all_classes, z_loss, smooth, needed, chunk_bytes)
+    head, weights = (
+        Head(weight, bias, a, b, lora_scale, class_weight, logit_scale, softcap),
+        (of_label, of_all, token),
+    )
+    stats, found = gradients_by_tokens(
+        x, head, label, weights, all_classes, z_loss, smooth, needed, chunk_bytes
+    )
     return [*stats[:3], *(x.new_empty(0) if t is None else t for t in found)]
 
 
@@ -99,7 +112,13 @@ def _stats_shapes(x, weight, bias, a, b, class_weight, label, *rest) -> list[Ten
     rows, smooth, details = x.new_empty(len(x), dtype=torch.float32), *rest[-2:]
     entropy = torch.empty_like(rows) if details else rows.new_empty(0)
     prediction = torch.empty_like(label) if details else label.new_empty(0)
-    return [rows, torch.empty_like(rows), torch.empty_like(rows) if smooth else rows.new_empty(0), entropy, prediction]
+    return [
+        rows,
+        torch.empty_like(rows),
+        torch.empty_like(rows) if smooth else rows.new_empty(0),
+        entropy,
+        prediction,
+    ]
 
 
 def _gradient_shapes(x, weight, bias, a, b, needed, dtype: torch.dtype | None) -> list[Tensor]:
@@ -109,7 +128,9 @@ def _gradient_shapes(x, weight, bias, a, b, needed, dtype: torch.dtype | None) -
     ]
 
 
-_stats_op = define(f"chunked_ce_stats({_HEAD}, bool smooth, bool details) -> Tensor[]", chunked_ce_stats, _stats_shapes)
+_stats_op = define(
+    f"chunked_ce_stats({_HEAD}, bool smooth, bool details) -> Tensor[]", chunked_ce_stats, _stats_shapes
+)
 _backward_op = define(
     f"chunked_ce_backward({_HEAD}, Tensor lse, Tensor of_p, Tensor of_label, Tensor of_all, bool[] needed) -> Tensor[]",
     chunked_ce_backward,
@@ -145,7 +166,9 @@ _LOGITS = "Tensor logits, Tensor? class_weight, Tensor label, float logit_scale,
 _logits_stats_op = define(
     f"cross_entropy_stats({_LOGITS}, bool smooth, bool details) -> Tensor[]",
     cross_entropy_stats,
-    lambda logits, class_weight, label, *rest: _stats_shapes(logits, None, None, None, None, None, label, *rest),
+    lambda logits, class_weight, label, *rest: _stats_shapes(
+        logits, None, None, None, None, None, label, *rest
+    ),
 )
 _logits_backward_op = define(
     f"cross_entropy_dlogits({_LOGITS}, Tensor lse, Tensor of_p, Tensor of_label, Tensor of_all) -> Tensor",
@@ -155,7 +178,7 @@ _logits_backward_op = define(
 
 
 class _Terms:
-    """What the loss is made of besides logits: weights of the label, of every class and of the token, [M], in fp32; all_classes: Σ w."""
+    """What the loss is made of besides logits: weights [M] of label, every class and token, in fp32; all_classes: Σ w."""
 
     def __init__(
         self,
@@ -168,7 +191,11 @@ class _Terms:
     ):
         self.label, self.z_loss, self.smooth = label, z_loss, label_smoothing > 0
         valid = label >= 0
-        token = torch.ones_like(label, dtype=torch.float32) if token_weight is None else token_weight.reshape(-1).float()
+        token = (
+            torch.ones_like(label, dtype=torch.float32)
+            if token_weight is None
+            else token_weight.reshape(-1).float()
+        )
         self.token = torch.where(valid, token, 0.0)
         self.of_class = self.token
         self.all_classes = torch.full((), float(V), device=label.device)
@@ -208,7 +235,9 @@ class _Call:
         self.token_weight, self.lora_scale = options["token_weight"], float(options.get("lora_scale", 1.0))
         self.chunk_bytes = options.get("chunk_bytes", 0)
 
-    def head(self, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> tuple:
+    def head(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
+    ) -> tuple:
         cap = None if self.softcap is None else float(self.softcap)
         return (
             x, weight, bias, a, b, self.class_weight, self.terms.label, self.lora_scale, self.logit_scale, cap, self.chunk_bytes,
@@ -262,7 +291,8 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors
+        tensors, kept = saved[:5], saved[5:]
         needed = list(ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():
             of_tokens = dloss.expand(ctx.call.terms.label.shape)
@@ -334,29 +364,51 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Loss of x [*, D] under the head weight [V, D], for integer labels target [*]; [] or, with reduction="none", [*], in fp32.
 
-    Arguments and errors are those of reference.chunked_cross_entropy; TypeError also for float64.
+    Arguments and errors are those of reference.chunked_cross_entropy; TypeError also for float64. Under autocast x and weight are
+    cast as torch.nn.functional.linear casts them.
     """
+    x, weight = cast_as_linear(x, weight)
     check_chunked_cross_entropy(
         x, weight, target, bias, reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
         class_weight, token_weight, normalizer, shift, lora, keep, chunk_bytes, return_stats,
     )  # fmt: skip
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora
-    check_supported("chunked_cross_entropy", x=x, weight=weight, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    check_supported(
+        "chunked_cross_entropy",
+        x=x,
+        weight=weight,
+        bias=bias,
+        class_weight=class_weight,
+        token_weight=token_weight,
+    )
     check_supported("chunked_cross_entropy", lora_a=a, lora_b=b)
     target, token_weight = shifted(target, token_weight, ignore_index) if shift else (target, token_weight)
     way = keep
     if keep == "auto":
-        trained = any(t is not None and t.requires_grad for t in (x, weight, bias, a, b)) and torch.is_grad_enabled()
+        trained = (
+            any(t is not None and t.requires_grad for t in (x, weight, bias, a, b))
+            and torch.is_grad_enabled()
+        )
         way = "gradients" if trained and reduction != "none" and not return_stats else "nothing"
-    terms = _Terms(_labels(target, ignore_index, len(weight)), len(weight), label_smoothing, z_loss, class_weight, token_weight)
+    terms = _Terms(
+        _labels(target, ignore_index, len(weight)),
+        len(weight),
+        label_smoothing,
+        z_loss,
+        class_weight,
+        token_weight,
+    )
     options = {
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale, "softcap": softcap,
         "token_weight": token_weight, "lora_scale": lora_scale, "chunk_bytes": chunk_bytes or CHUNK_BYTES[way],
     }  # fmt: skip
+    class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     call, tensors = _Call(terms, options, class_weight), (x.reshape(-1, x.shape[-1]), weight, bias, a, b)
     if way == "gradients":
         return _mean(_Sum.apply(call, *tensors), terms, reduction, normalizer)
-    return _finish(_Tokens.apply(call, return_stats, *tensors), terms, target, reduction, normalizer, return_stats)
+    return _finish(
+        _Tokens.apply(call, return_stats, *tensors), terms, target, reduction, normalizer, return_stats
+    )
 
 
 def cross_entropy(
@@ -375,8 +427,8 @@ def cross_entropy(
     shift: bool = False,
     return_stats: ReturnStats = False,
 ) -> Tensor:
-    """Loss of logits [*, V] for integer labels target [*]: options, results and errors are those of reference.cross_entropy; TypeError
-    also for float64. logits are not written to."""
+    """Loss of logits [*, V] for integer labels target [*]: options, results and errors are those of reference.cross_entropy,
+    with a TypeError for float64 too. logits are not written to."""
     check_cross_entropy(
         logits, target, reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight, token_weight,
         normalizer, shift, return_stats,
@@ -389,6 +441,7 @@ def cross_entropy(
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale, "softcap": softcap,
         "token_weight": token_weight,
     }  # fmt: skip
+    class_weight = None if class_weight is None else class_weight.contiguous()
     found = _Logits.apply(_Call(terms, options, class_weight), return_stats, logits.reshape(-1, V))
     return _finish(found, terms, target, reduction, normalizer, return_stats)
 
@@ -423,5 +476,11 @@ def _finish(
         return loss
     valid, none = terms.label >= 0, torch.where(terms.label == -2, torch.nan, 0.0)
     lse = torch.where(valid, lse, lse.detach())
-    stats = (lse, torch.where(valid, log_prob, none), entropy, prediction, valid & (prediction == terms.label))
+    stats = (
+        lse,
+        torch.where(valid, log_prob, none),
+        entropy,
+        prediction,
+        valid & (prediction == terms.label),
+    )
     return loss, CrossEntropyStats(*(t.view(target.shape) for t in stats))

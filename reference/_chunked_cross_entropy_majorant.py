@@ -1,8 +1,8 @@
 """Error majorants of reference/chunked_cross_entropy.py: what the roundings that it admits to can do, to first order.
 
-z passes on r's errors with the softcap's slope, lse averages those of z by the softmax, and p = exp(z − lse) multiplies both, with
-the rounding of the exponent, by p. The sum of exponentials is rescaled when a larger z comes: of its range, too, exponents are
-rounded. tanh is good to some units of 1, not of itself.
+z passes on r's errors with the softcap's slope, lse averages those of z by the softmax, and p = exp(z − lse) multiplies both,
+with the rounding of the exponent, by p. The sum of exponentials is rescaled when a larger z comes: of its range, too, exponents
+are rounded. tanh is good to some units of 1, not of itself.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from reference._numerics import Term, contracted, times
 
 
 class _Judged(NamedTuple):
-    """loss: its terms. dr [M, V], its magnitude and terms before it is rounded. unit: absolute rounding error that fp16 may make."""
+    """loss: its terms. dr [M, V]: its magnitude, and terms before it is rounded. unit: what rounding to fp16 may add."""
 
     loss: list[Term]
     dr: Tensor
@@ -44,7 +44,7 @@ def chunked_cross_entropy_majorant(
     chunk_bytes: int | None = None,
     **options: Any,
 ) -> dict[str, list[Term]]:
-    """Error majorants of "loss" and of the gradients "dx", "dweight" and "dbias". A LoRA's are not bounded: its tests compare norms."""
+    """Error majorants of "loss", "dx", "dweight" and "dbias". A LoRA's are not bounded: its tests compare norms."""
     if lora is not None:
         raise NotImplementedError("the majorant has no lora")
     (V, D), rows = weight.shape, x.double().reshape(-1, weight.shape[1])

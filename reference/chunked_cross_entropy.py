@@ -16,7 +16,8 @@ Labels: ignore_index (any integer) leaves a token out: l = 0, no gradient, whate
 left, the mean is 0. shift: the label of position t is target[…, t + 1]; the last position has none.
 
 Where values are rounded (everything else is computed in fp32, or float64 where an input is float64): the gradient of r, to x's
-dtype before it is multiplied (of fp16 scaled by a power of two, so that it does not underflow); then each gradient once. Losses and statistics are not rounded.
+dtype before it is multiplied (of fp16 scaled by a power of two, so that it does not underflow); then each gradient once. Losses
+and statistics are not rounded.
 """
 
 from dataclasses import dataclass
@@ -61,10 +62,10 @@ Stats = Annotated[bool, Choices((False,))]
 
 @dataclass(frozen=True)
 class CrossEntropyStats:
-    """Of each token [*], in fp32 or better; 0, and prediction −1, where the label is ignored. lse and log_prob are differentiable.
+    """Of each token [*], in fp32 or better; 0, and prediction −1, where the label is ignored. lse and log_prob have gradients.
 
-    lse: log Σ exp(z). log_prob: z_y − lse; NaN for a label outside [0, V). entropy: of the softmax. prediction: the class of the largest
-    z, int64. correct: whether that is the label.
+    lse: log Σ exp(z). log_prob: z_y − lse; NaN for a label outside [0, V). entropy: of the softmax. prediction: the class of the
+    largest z, int64. correct: whether that is the label.
     """
 
     lse: Tensor
@@ -95,15 +96,15 @@ def chunked_cross_entropy(
     chunk_bytes: ChunkBytes = None,
     return_stats: Stats = False,
 ) -> Tensor:
-    """Loss of x [*, D] under the head weight [V, D], for integer labels target [*]; [] or, with reduction="none", [*], in fp32 (float64
-    where x or weight is).
+    """Loss of x [*, D] under the head weight [V, D], for integer labels target [*]; [] or, with reduction="none", [*]; in fp32
+    (float64 where x or weight is).
 
-    bias [V]. ignore_index, label_smoothing in [0, 1], z_loss ≥ 0, softcap > 0, logit_scale: see the formulas. class_weight [V] and
-    token_weight [*]: constants, any floating dtype. normalizer: a number or a tensor of one element that replaces the mean's divisor
-    (the number of labels in a whole batch of which this is a part). shift: labels are those of the next position. lora: (A [R, D],
-    B [V, R], scale) on the head. keep: what the fast path keeps for the backward pass, "gradients" (scalar losses only, made in the forward pass) or
-    "nothing" (logits are computed again), with the same result; "auto" takes the former where it may. chunk_bytes: of the fast
-    path's largest buffer. return_stats: (loss, CrossEntropyStats).
+    bias [V]. ignore_index, label_smoothing in [0, 1], z_loss ≥ 0, softcap > 0, logit_scale: see the formulas. class_weight [V]
+    and token_weight [*]: constants, any floating dtype. normalizer: a number or a tensor of one element in place of the mean's
+    divisor (the number of labels in a whole batch of which this is a part). shift: labels are those of the next position.
+    lora: (A [R, D], B [V, R], scale) on the head. keep: what the fast path keeps for the backward pass, "gradients" (made in the
+    forward pass; scalar losses only) or "nothing" (logits are computed again), with the same result; "auto" takes the former
+    where it may. chunk_bytes: of the fast path's largest buffer. return_stats: (loss, CrossEntropyStats).
     Raises TypeError for a dtype or type, ValueError for a shape, device or value that is not allowed.
     """
     check_chunked_cross_entropy(
@@ -135,7 +136,7 @@ def cross_entropy(
     shift: bool = False,
     return_stats: Stats = False,
 ) -> Tensor:
-    """Loss of logits [*, V] for integer labels target [*]; the options and errors of `chunked_cross_entropy`. logits are not written to."""
+    """Loss of logits [*, V] for integer labels target [*]: options and errors are those of `chunked_cross_entropy`."""
     check_cross_entropy(
         logits, target, reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight, token_weight,
         normalizer, shift, return_stats,
@@ -152,8 +153,9 @@ def shifted(target: Tensor, token_weight: Tensor | None, ignore_index: int) -> t
     """Labels, and their weights, of the next position; none at the last."""
     if not target.dim():
         return torch.full_like(target, ignore_index), token_weight
-    next_target = functional.pad(target[..., 1:], (0, 1), value=ignore_index)
-    return next_target, None if token_weight is None else functional.pad(token_weight[..., 1:], (0, 1))
+    last = (0, min(1, target.shape[-1]))
+    next_target = functional.pad(target[..., 1:], last, value=ignore_index)
+    return next_target, None if token_weight is None else functional.pad(token_weight[..., 1:], last)
 
 
 class _Tokens(NamedTuple):
@@ -214,12 +216,12 @@ def _loss(
     **of_tokens: Any,
 ) -> Any:
     t = _tokens(r, target, reduction, **of_tokens)
-    l = (1 - label_smoothing) * t.w[t.label] * (t.lse - t.z_y) + z_loss * t.lse.square()
+    of_token = (1 - label_smoothing) * t.w[t.label] * (t.lse - t.z_y) + z_loss * t.lse.square()
     if label_smoothing:
-        l = l + label_smoothing / r.shape[-1] * (t.w * (t.lse[..., None] - t.z)).sum(-1)
-    bad = torch.where(t.kept, torch.nan, 0.0).to(l.dtype)
-    l = torch.where(t.valid, t.token * l, bad)
-    loss = l if reduction == "none" else l.sum() / t.divisor
+        of_token = of_token + label_smoothing / r.shape[-1] * (t.w * (t.lse[..., None] - t.z)).sum(-1)
+    bad = torch.where(t.kept, torch.nan, 0.0).to(t.lse.dtype)
+    of_token = torch.where(t.valid, t.token * of_token, bad)
+    loss = of_token if reduction == "none" else of_token.sum() / t.divisor
     if not return_stats:
         return loss
     p = torch.exp(t.z - t.lse[..., None])
@@ -334,8 +336,8 @@ def cross_entropy_cost(logits: Tensor, target: Tensor, **options: Any) -> Cost:
 
 
 def chunked_cross_entropy_cost(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    """As with keep="gradients": three products in all, those of the gradients forward. The bytes are those of inputs and gradients:
-    logits need not reach memory. Weights count as trained where they require a gradient."""
+    """As with keep="gradients": three products in all. The bytes are those of inputs and gradients: logits need not reach memory.
+    The weight counts as trained where it requires a gradient."""
     M, (V, D) = target.numel(), weight.shape
     product, trained = 2 * M * V * D, weight.requires_grad
     gradients = nbytes(x) + (nbytes(weight) if trained else 0)

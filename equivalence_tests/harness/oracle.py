@@ -378,7 +378,7 @@ def _bounds(sample: Sample, cotangents: Cotangents, truth: Run) -> tuple[dict[st
     rows = {a.name for a in sample.operation.tensors if "*" in a.dims.shape.split() and a.labels is None}
     given = [
         *(t for name, t in sample.tensors.items() if name in rows),
-        *(c for c in cotangents if c is not None),
+        *(c for c in cotangents if c is not None and c.dim()),
     ]
     repeated = max(map(repeats, given))
     summed = {f"d{name}" for name in sample.tensors if name not in rows}

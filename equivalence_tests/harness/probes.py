@@ -85,9 +85,9 @@ def stir(device: torch.device) -> None:
 
 def repeats(tensor: Tensor) -> int:
     """How often the most frequent row of a tensor [*, N] occurs, by its bits."""
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous().view(-1, tensor.shape[-1])
-    if not rows.numel():
+    if not tensor.numel():
         return 1
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous().view(-1, tensor.shape[-1])
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(2**62, (rows.shape[1],), generator=generator).to(rows.device)
     hashes = (bits(rows).long() * keys).sum(-1)  # wraps, exactly
