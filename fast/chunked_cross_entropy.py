@@ -76,7 +76,7 @@ _HEAD = (
 
 
 @without_autocast
-def chunked_ce_stats(
+def _chunked_ce_stats(
     x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, smooth, details
 ) -> list[Tensor]:
     head = Head(weight, bias, a, b, lora_scale, class_weight, logit_scale, softcap)
@@ -84,7 +84,7 @@ def chunked_ce_stats(
 
 
 @without_autocast
-def chunked_ce_backward(
+def _chunked_ce_backward(
     x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, lse, of_p, of_label, of_all, needed
 ) -> list[Tensor]:  # fmt: skip
     head = Head(weight, bias, a, b, lora_scale, class_weight, logit_scale, softcap)
@@ -94,7 +94,7 @@ def chunked_ce_backward(
 
 
 @without_autocast
-def chunked_ce_gradients(
+def _chunked_ce_gradients(
     x, weight, bias, a, b, class_weight, label, lora_scale, logit_scale, softcap, chunk_bytes, of_label, of_all, token,
     all_classes, z_loss, smooth, needed,
 ) -> list[Tensor]:  # fmt: skip
@@ -129,17 +129,17 @@ def _gradient_shapes(x, weight, bias, a, b, needed, dtype: torch.dtype | None) -
 
 
 _stats_op = define(
-    f"chunked_ce_stats({_HEAD}, bool smooth, bool details) -> Tensor[]", chunked_ce_stats, _stats_shapes
+    f"chunked_ce_stats({_HEAD}, bool smooth, bool details) -> Tensor[]", _chunked_ce_stats, _stats_shapes
 )
 _backward_op = define(
     f"chunked_ce_backward({_HEAD}, Tensor lse, Tensor of_p, Tensor of_label, Tensor of_all, bool[] needed) -> Tensor[]",
-    chunked_ce_backward,
+    _chunked_ce_backward,
     lambda x, weight, bias, a, b, *rest: _gradient_shapes(x, weight, bias, a, b, rest[-1], None),
 )
 _gradients_op = define(
     f"chunked_ce_gradients({_HEAD}, Tensor of_label, Tensor of_all, Tensor token, Tensor all_classes, float z_loss, bool smooth, "
     "bool[] needed) -> Tensor[]",
-    chunked_ce_gradients,
+    _chunked_ce_gradients,
     lambda x, weight, bias, a, b, class_weight, label, *rest: [
         *_stats_shapes(x, weight, bias, a, b, class_weight, label, rest[-2], False)[:3],
         *_gradient_shapes(x, weight, bias, a, b, rest[-1], torch.float32),
@@ -147,13 +147,13 @@ _gradients_op = define(
 )
 
 
-def cross_entropy_stats(logits, class_weight, label, logit_scale, softcap, smooth, details) -> list[Tensor]:
+def _cross_entropy_stats(logits, class_weight, label, logit_scale, softcap, smooth, details) -> list[Tensor]:
     stats = Stats(label, smooth, details)
     stats.add(logits, None, class_weight, logit_scale, softcap, logits.device)
     return stats.results()
 
 
-def cross_entropy_dlogits(
+def _cross_entropy_dlogits(
     logits, class_weight, label, logit_scale, softcap, lse, of_p, of_label, of_all
 ) -> Tensor:
     factors = of_p, of_label, of_all
@@ -165,14 +165,14 @@ def cross_entropy_dlogits(
 _LOGITS = "Tensor logits, Tensor? class_weight, Tensor label, float logit_scale, float? softcap"
 _logits_stats_op = define(
     f"cross_entropy_stats({_LOGITS}, bool smooth, bool details) -> Tensor[]",
-    cross_entropy_stats,
+    _cross_entropy_stats,
     lambda logits, class_weight, label, *rest: _stats_shapes(
         logits, None, None, None, None, None, label, *rest
     ),
 )
 _logits_backward_op = define(
     f"cross_entropy_dlogits({_LOGITS}, Tensor lse, Tensor of_p, Tensor of_label, Tensor of_all) -> Tensor",
-    cross_entropy_dlogits,
+    _cross_entropy_dlogits,
     lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 

@@ -6,7 +6,7 @@ are rounded. tanh is good to some units of 1, not of itself.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,28 @@ class _Judged(NamedTuple):
 
 
 def cross_entropy_majorant(
-    cotangents: tuple[Tensor, ...], logits: Tensor, target: Tensor, **options: Any
+    cotangents: tuple[Tensor, ...],
+    logits: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool = False,
+    return_stats: bool = False,
 ) -> dict[str, list[Term]]:
     """Error majorants of "loss" and of the gradient "dlogits"."""
     V = logits.shape[-1]
-    found = _judged(cotangents[0], logits.double().reshape(-1, V), [], target, **options)
+    options = _Options(
+        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight, token_weight, normalizer, shift
+    )  # fmt: skip
+    found = _judged(cotangents[0], logits.double().reshape(-1, V), [], target, options)
     return {"loss": found.loss, "dlogits": [_shaped(t, logits.shape) for t in found.of_dr]}
 
 
@@ -39,10 +56,20 @@ def chunked_cross_entropy_majorant(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool = False,
     lora: tuple | None = None,
     keep: str = "auto",
     chunk_bytes: int | None = None,
-    **options: Any,
+    return_stats: bool = False,
 ) -> dict[str, list[Term]]:
     """Error majorants of "loss", "dx", "dweight" and "dbias". A LoRA's are not bounded: its tests compare norms."""
     if lora is not None:
@@ -52,7 +79,10 @@ def chunked_cross_entropy_majorant(
     r, size = rows @ w.T, rows.abs() @ w.abs().T
     if bias is not None:
         r, size = r + bias.double(), size + bias.double().abs()
-    found = _judged(cotangents[0], r, [Term(size, sums=(D,), ops=2)], target, **options)
+    options = _Options(
+        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight, token_weight, normalizer, shift
+    )  # fmt: skip
+    found = _judged(cotangents[0], r, [Term(size, sums=(D,), ops=2)], target, options)
     M, dr = len(rows), found.dr
     rounding = Term(dr, ops=1) if x.dtype == torch.float32 else Term(dr, rounded=(x.dtype,), unit=found.unit)
     of_dr = [*found.of_dr, rounding]
@@ -69,24 +99,24 @@ def chunked_cross_entropy_majorant(
     return terms
 
 
-def _judged(
-    dloss: Tensor,
-    r: Tensor,
-    of_r: list[Term],
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    shift: bool = False,
-    return_stats: bool = False,
-) -> _Judged:
+class _Options(NamedTuple):
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    normalizer: float | Tensor | None
+    shift: bool
+
+
+def _judged(dloss: Tensor, r: Tensor, of_r: list[Term], target: Tensor, options: _Options) -> _Judged:
+    """Of logits r [M, V] with errors of_r."""
+    (
+        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight, token_weight, normalizer, shift,
+    ) = options  # fmt: skip
     from reference.chunked_cross_entropy import shifted
 
     shape = target.shape

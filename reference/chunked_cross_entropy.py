@@ -285,13 +285,20 @@ def chunked_cross_entropy_backward(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    lora: tuple | None = None,
+    reduction: str = "mean",
     ignore_index: int = -100,
-    shift: bool = False,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool = False,
+    lora: tuple | None = None,
     keep: str = "auto",
     chunk_bytes: int | None = None,
-    **options: Any,
+    return_stats: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients by name ("lora_a" and "lora_b" are the adapter's), from the cotangents of `cross_entropy_backward`.
 
@@ -301,9 +308,15 @@ def chunked_cross_entropy_backward(
     wide = promote(x, weight, bias)
     rows = torch.where((target != ignore_index)[..., None], x, 0.0).to(wide)
     r = _head(rows, weight, bias, lora)
-    dr = cross_entropy_backward(
-        cotangents, r, target, ignore_index=ignore_index, token_weight=token_weight, **options
-    )["logits"]
+    options = {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+    }
+    options |= {"softcap": softcap, "logit_scale": logit_scale, "class_weight": class_weight}
+    options |= {"token_weight": token_weight, "normalizer": normalizer}
+    dr = cross_entropy_backward(cotangents, r, target, **options)["logits"]
     dr, flat = dr.to(x.dtype).to(wide).reshape(-1, r.shape[-1]), rows.reshape(-1, x.shape[-1])
     found = {"x": dr @ weight.to(wide), "weight": dr.T @ flat}
     if bias is not None:
@@ -327,7 +340,22 @@ def _head(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: tuple | None)
     return r if bias is None else r + bias.to(wide)
 
 
-def cross_entropy_cost(logits: Tensor, target: Tensor, **options: Any) -> Cost:
+def cross_entropy_cost(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool = False,
+    return_stats: bool = False,
+) -> Cost:
     """Saved: the logits, which the caller keeps, and lse."""
     tokens = target.numel()
     forward = Work(6 * logits.numel(), nbytes(logits, target) + 4 * tokens)
@@ -335,7 +363,27 @@ def cross_entropy_cost(logits: Tensor, target: Tensor, **options: Any) -> Cost:
     return Cost(forward, backward, nbytes(logits) + 4 * tokens)
 
 
-def chunked_cross_entropy_cost(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
+def chunked_cross_entropy_cost(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool = False,
+    lora: tuple | None = None,
+    keep: str = "auto",
+    chunk_bytes: int | None = None,
+    return_stats: bool = False,
+) -> Cost:
     """As with keep="gradients": three products in all. The bytes are those of inputs and gradients: logits need not reach memory.
     The weight counts as trained where it requires a gradient."""
     M, (V, D) = target.numel(), weight.shape
