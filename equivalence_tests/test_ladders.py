@@ -29,7 +29,7 @@ def truths(ladder: Ladder, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     )
     inputs = {name: tensor.cpu() for name, tensor in inputs.items()}
     given = {name: inputs[name] for name in signature(definition).parameters if name in inputs}
-    wide = {name: tensor.double() for name, tensor in given.items()}
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
     y = definition(**wide)
     cotangent = next((inputs[name] for name in ("dy", "dh") if name in inputs), torch.ones_like(y))
     gradients = backward((cotangent.double(),), **wide)

@@ -217,7 +217,7 @@ def _unit(
     of_class = 1.0 if head.class_weight is None else head.class_weight.float().abs().amax()
     largest = factors[0].abs() + factors[1].abs() + factors[2].abs() * of_class
     exponent = torch.frexp((largest.amax() * abs(head.logit_scale)).clamp(2.0**-100, 2.0**100))[1]
-    one = torch.ones((), device=exponent.device)
+    one = exponent.new_ones((), dtype=torch.float32)
     return torch.ldexp(one, 14 - exponent), torch.ldexp(one, exponent - 14)
 
 

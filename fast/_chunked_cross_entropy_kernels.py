@@ -11,9 +11,12 @@ from fast._triton.tuning import Table, config
 # By the number of columns. A program of the first takes a row, of the second a part of it.
 STATS = Table(
     "cross_entropy_stats",
-    {80: [(1024, config(BLOCK_V=1024, num_warps=4)), (2**62, config(BLOCK_V=4096, num_warps=8))]},
+    {
+        80: [(2**62, config(BLOCK_V=1024, num_warps=8))],
+        90: [(1024, config(BLOCK_V=1024, num_warps=4)), (2**62, config(BLOCK_V=4096, num_warps=8))],
+    },
 )
-DLOGITS = Table("cross_entropy_dlogits", {80: [(2**62, config(BLOCK_V=2048, num_warps=4))]})
+DLOGITS = Table("cross_entropy_dlogits", {80: [(2**62, config(BLOCK_V=1024, num_warps=4))]})
 
 
 @triton.jit

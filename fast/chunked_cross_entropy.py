@@ -198,7 +198,7 @@ class _Terms:
         )
         self.token = torch.where(valid, token, 0.0)
         self.of_class = self.token
-        self.all_classes = torch.full((), float(V), device=label.device)
+        self.all_classes = label.new_full((), V, dtype=torch.float32)
         if class_weight is not None:
             self.of_class = self.token * class_weight.float()[label.clamp_min(0)]
             self.all_classes = class_weight.sum(dtype=torch.float32)
