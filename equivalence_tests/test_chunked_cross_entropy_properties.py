@@ -350,3 +350,19 @@ def test_bad_input_is_refused_by_name(change: dict, error: type, words: str):
     for m in (fast, reference):
         with pytest.raises(error, match=words):
             m.chunked_cross_entropy(**given)
+
+
+def test_the_module_is_the_function():
+    from fast.nn import ChunkedCrossEntropyLoss
+
+    x, w, target = head()
+    classes = draw(130, seed=5).detach().abs()
+    module = ChunkedCrossEntropyLoss(classes, label_smoothing=0.1, softcap=4.0)
+    wanted = fast.chunked_cross_entropy(
+        x, w, target, class_weight=classes, label_smoothing=0.1, softcap=4.0, normalizer=9.0
+    )
+    assert torch.equal(module(x, w, target, normalizer=9.0), wanted)
+    assert "softcap=4.0" in repr(module)
+    assert list(module.state_dict()) == ["weight"]
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        ChunkedCrossEntropyLoss(softcap=-1.0)

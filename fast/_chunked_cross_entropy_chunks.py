@@ -66,7 +66,9 @@ def by_classes(
     stats, down = Stats(label, smooth, details), head.down(rows)
     for start, end in _parts(len(head.weight), chunk_bytes // max(1, 4 * len(rows))):
         part = head.part(start, end)
-        stats.add(part.logits(rows, down), part.bias, part.class_weight, device=rows.device, **head.form)
+        stats.add(
+            part.logits(rows, down), part.bias, part.class_weight, device=head.weight.device, **head.form
+        )
     return stats.results()
 
 
@@ -80,7 +82,7 @@ def gradients_by_classes(
     chunk_bytes: int,
 ) -> Gradients:
     """Of rows, weight, bias, a and b, in their dtypes."""
-    (M, D), device, dtype = rows.shape, rows.device, rows.dtype
+    (M, D), device, dtype = rows.shape, head.weight.device, rows.dtype
     need_x, need_w, need_bias, need_a, need_b = needed
     unit, back = _unit(factors, head, dtype)
     dx = rows.new_zeros(M, D, dtype=torch.float32) if need_x else None
@@ -119,7 +121,7 @@ def gradients_by_tokens(
     chunk_bytes: int,
 ) -> tuple[list[Tensor], Gradients]:
     """Stats.results(), and in fp32 the gradients of Σ l. weights [M]: of label, every class and token; all_classes: Σ w."""
-    (M, D), V, device, dtype = x.shape, len(head.weight), x.device, x.dtype
+    (M, D), V, device, dtype = x.shape, len(head.weight), head.weight.device, x.dtype
     need_x, need_w, need_bias, need_a, need_b = needed
     wide = {"dtype": torch.float32}
     dx = x.new_empty(M, D, **wide) if need_x else None

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fast import rms_norm, swiglu, swiglu_mlp
+from fast import CrossEntropyStats, chunked_cross_entropy, rms_norm, swiglu, swiglu_mlp
+from reference._chunked_cross_entropy_check import check_chunked_cross_entropy
 from reference.rms_norm import check_rms_norm
 from reference.swiglu import check_swiglu, check_swiglu_mlp
 
@@ -181,3 +182,59 @@ def _options(module: SwiGLU | SwiGLUMLP) -> dict[str, str | float | None]:
 
 def _described(module: SwiGLU | SwiGLUMLP) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in _options(module).items())
+
+
+class ChunkedCrossEntropyLoss(nn.Module):
+    """fast.chunked_cross_entropy with its options: a head and torch.nn.CrossEntropyLoss in one; the head stays the caller's.
+
+    weight: class weights [V], a buffer, as in torch.nn.CrossEntropyLoss. The other options are fast.chunked_cross_entropy's.
+    Raises TypeError and ValueError for options that fast.chunked_cross_entropy does not allow.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        shift: bool = False,
+        keep: str = "auto",
+        chunk_bytes: int | None = None,
+        return_stats: bool = False,
+    ) -> None:
+        super().__init__()
+        meta = torch.empty(1 if weight is None else len(weight), 1, device="meta")
+        labels = torch.empty(len(meta), dtype=torch.int64, device="meta")
+        classes = None if weight is None else weight.to("meta")
+        check_chunked_cross_entropy(
+            meta, meta, labels, None, reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, classes, None,
+            None, shift, None, keep, chunk_bytes, return_stats,
+        )  # fmt: skip
+        self.register_buffer("weight", weight)
+        self.options = {
+            "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
+            "softcap": softcap, "logit_scale": logit_scale, "shift": shift, "keep": keep, "chunk_bytes": chunk_bytes,
+            "return_stats": return_stats,
+        }  # fmt: skip
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+        lora: tuple | None = None,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+        """The loss of hidden states x [*, D] under the head weight [V, D], for integer labels target [*]."""
+        own = {"bias": bias, "token_weight": token_weight, "normalizer": normalizer, "lora": lora}
+        return chunked_cross_entropy(x, weight, target, class_weight=self.weight, **own, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

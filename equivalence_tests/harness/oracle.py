@@ -100,10 +100,12 @@ class Sample:
     def of_tensors(
         cls, operation: Operation, args: tuple, kwargs: dict[str, Any], cotangents: Cotangents
     ) -> "Sample":
-        """Tensors from elsewhere, such as a real model; the second cotangents are the first ones in another order."""
+        """Tensors from elsewhere, such as a real model; the second cotangents are the first ones in another order, and of a
+        single number −½ times it."""
         arguments = operation.bind(args, kwargs)
         others = tuple(
-            None if c is None else c.flatten().roll(c.shape[-1] + 1).view(c.shape) for c in cotangents
+            None if c is None else c.flatten().roll(c.shape[-1] + 1).view(c.shape) if c.dim() else -0.5 * c
+            for c in cotangents
         )
         given = (a.name for a in operation.tensors if arguments[a.name] is not None)
         required = tuple(name for name in given if name in operation.differentiable)
