@@ -15,12 +15,14 @@ from reference._numerics import Term, contracted, times
 
 
 class _Judged(NamedTuple):
-    """loss: its terms. dr [M, V]: its magnitude, and terms before it is rounded. unit: what rounding to fp16 may add."""
+    """loss: its terms. dr [M, V]: its magnitude, and terms before it is rounded. unit: what rounding to fp16 may add.
+    at_label [M, V]: 1 at the labels, else 0."""
 
     loss: list[Term]
     dr: Tensor
     of_dr: list[Term]
     unit: Tensor
+    at_label: Tensor
 
 
 def cross_entropy_majorant(
@@ -84,8 +86,13 @@ def chunked_cross_entropy_majorant(
     )  # fmt: skip
     found = _judged(cotangents[0], r, [Term(size, sums=(D,), ops=2)], target, options)
     M, dr = len(rows), found.dr
-    rounding = Term(dr, ops=1) if x.dtype == torch.float32 else Term(dr, rounded=(x.dtype,), unit=found.unit)
-    of_dr = [*found.of_dr, rounding]
+    if x.dtype == torch.float32:
+        of_dr = [*found.of_dr, Term(dr, ops=1)]
+    else:
+        # Roundings of many elements average out. That at the label does not: it is one, and the largest of its row by far.
+        worst = round(torch.finfo(x.dtype).eps / 2 * 2**24)
+        others = Term(dr * (1 - found.at_label), rounded=(x.dtype,), unit=found.unit)
+        of_dr = [*found.of_dr, others, Term(dr * found.at_label, ops=worst)]
     dx = contracted(of_dr, lambda part: part @ w.abs(), lambda part: part @ w.square())
     dw = contracted(of_dr, lambda part: part.T @ rows.abs(), lambda part: part.T @ rows.square())
     terms = {
@@ -201,7 +208,7 @@ def _judged(dloss: Tensor, r: Tensor, of_r: list[Term], target: Tensor, options:
     of_dr = [_kept(t, valid) for t in of_dr]
     most = (a + b + c.amax(1, keepdim=True)).amax() * abs(logit_scale) if M else r.new_zeros(())
     unit = torch.ones_like(dr) * (most * 2.0**-12)
-    return _Judged(loss, dr, of_dr, unit)
+    return _Judged(loss, dr, of_dr, unit, torch.zeros_like(dr).scatter(1, label, 1.0))
 
 
 def _rows(t: Tensor, valid: Tensor) -> Tensor:
