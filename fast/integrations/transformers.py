@@ -18,21 +18,25 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fast.integrations import _rms_norm, _swiglu_mlp
+from fast.integrations import _causal_loss, _rms_norm, _swiglu_mlp
 from fast.integrations._forward import Forward, install, rebound, restore, standing, wrapper_of_replacement
 
 
 @dataclass(frozen=True)
 class Detector:
-    """looks_for: what, in words. detect: the replacement, or the reason why not, or None for a module of another kind."""
+    """looks_for: what, in words. detect: the replacement, or the reason why not, or None for a module of another kind.
+    unasked: whether `patch` looks for it where no operations are named."""
 
     looks_for: str
     detect: Callable[[nn.Module], Forward | str | None]
+    unasked: bool = True
 
 
 DETECTORS: dict[str, Detector] = {
     "rms_norm": Detector(_rms_norm.LOOKS_FOR, _rms_norm.detect),
     "swiglu_mlp": Detector(_swiglu_mlp.LOOKS_FOR, _swiglu_mlp.detect),
+    # It changes what a model returns: in training the logits are None.
+    "chunked_cross_entropy": Detector(_causal_loss.LOOKS_FOR, _causal_loss.detect, unasked=False),
 }
 
 
@@ -89,7 +93,8 @@ class Report:
 
 
 def patch(model: nn.Module, *, ops: Iterable[str] | str | None = None) -> Report:
-    """Replace, in this model instance, what the operations `ops` (default: all of DETECTORS) can compute.
+    """Replace, in this model instance, what the operations `ops` (default: those of DETECTORS that leave results as they are)
+    can compute. "chunked_cross_entropy" takes a causal language model's loss, in training, from its hidden states.
 
     Patching again is allowed: modules that are patched stay so and are reported as such.
     Raises TypeError for what is no torch.nn.Module; ValueError for an unknown operation, and where no module at all could be
@@ -147,7 +152,8 @@ def _restore(modules: Iterable[nn.Module]) -> int:
 
 
 def _chosen(ops: Iterable[str] | str | None) -> list[str]:
-    names = list(DETECTORS) if ops is None else [ops] if isinstance(ops, str) else list(ops)
+    usual = [name for name, detector in DETECTORS.items() if detector.unasked]
+    names = usual if ops is None else [ops] if isinstance(ops, str) else list(ops)
     unknown = [name for name in names if name not in DETECTORS]
     if unknown or not names:
         raise ValueError(f"patch: ops must name operations among {list(DETECTORS)}, got {unknown or names}")
