@@ -51,7 +51,7 @@ OPTIONS = {
     "weights": {"class_weight": True, "token_weight": True, "label_smoothing": 0.2},
     "caps": {"softcap": 3.0, "logit_scale": 0.5, "z_loss": 0.02},
     "normalizer": {"normalizer": 12.0},
-    "device normalizer": {"normalizer": torch.tensor(12)},
+    "device normalizer": {"normalizer": torch.tensor([12])},
     "shift": {"shift": True, "token_weight": True},
     "lora": {"lora": True, "softcap": 3.0},
     "everything": {"class_weight": True, "token_weight": True, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 4.0,

@@ -199,7 +199,7 @@ def _tokens(
     )
     divisor = 1.0
     if normalizer is not None:
-        divisor = normalizer.to(z.dtype) if isinstance(normalizer, Tensor) else normalizer
+        divisor = normalizer.to(z.dtype).reshape(()) if isinstance(normalizer, Tensor) else normalizer
     elif reduction == "mean":
         weights = torch.where(valid, w[label] * token, 0.0).sum()
         divisor = torch.where(weights == 0, 1.0, weights)

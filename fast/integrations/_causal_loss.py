@@ -26,7 +26,7 @@ RAMP = (0.0, 1e-3, -1e-2, 0.5, -1.0, 3.0, 20.0, -90.0, 1e6)
 
 
 class CausalLossForward(Forward):
-    """`forward` of the whole model. In training, with labels, the loss comes without logits, which are None; otherwise the model's own."""
+    """`forward` of the whole model: in training, with labels, a loss without logits, which are None; else the model's own."""
 
     operation = "chunked_cross_entropy"
 
