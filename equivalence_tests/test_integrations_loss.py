@@ -77,3 +77,24 @@ def test_heads_that_cannot_be_taken_are_named():
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="adds its routers' loss"):
         patch(model, ops=OP)
+
+
+def test_C15_an_adapter_put_on_the_head_later_is_an_error_not_a_loss_without_it():
+    peft = pytest.importorskip("peft")
+    model = make("Llama").train()
+    patch(model, ops=OP)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"]))
+    ids, labels = batch()
+    with pytest.raises(
+        RuntimeError, match=r"its head is a Linear, not a torch\.nn\.Linear; unpatch the model"
+    ):
+        adapted(input_ids=ids, labels=labels)
+    model = make("Llama").train()
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"its head is a Linear, not a torch\.nn\.Linear"):
+        patch(model, ops=OP)
+    model = make("Llama").train()
+    patch(model, ops=OP)
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(RuntimeError, match="its head has hooks"):
+        model(input_ids=ids, labels=labels)

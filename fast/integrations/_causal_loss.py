@@ -46,6 +46,11 @@ class CausalLossForward(Forward):
         in_training = self.module.training and torch.is_grad_enabled()
         if given.get("labels") is None or not in_training or asked or routed:
             return own(*args, **named)
+        if why := self.changed():
+            raise RuntimeError(
+                f"the loss of this {type(self.module).__name__} was patched to come from hidden states, but {why}; "
+                "unpatch the model"
+            )
         return self.fused(own, given, chunked_cross_entropy)
 
     def fused(self, own: Callable, given: dict[str, Any], loss_of: Callable) -> Any:
@@ -72,8 +77,8 @@ class CausalLossForward(Forward):
         return output
 
     def changed(self) -> str | None:
-        """A head of another kind, or in another place, is not what was probed."""
-        return None if type(self.module.get_output_embeddings()) is nn.Linear else "its head has changed"
+        """What makes of the head something else than its weight and bias: an adapter, a hook, shards."""
+        return _refusal(self.module)
 
 
 @contextmanager
